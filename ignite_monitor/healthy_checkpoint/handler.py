@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import ignite.distributed as idist
@@ -16,9 +17,12 @@ from ignite.handlers import Checkpoint
 from ignite_monitor.checks import check_count
 from ignite_monitor.detection.monitor import CountingMonitor
 from ignite_monitor.events.source import EventSource
+from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
+
+_logger = logging.getLogger(__name__)
 
 
 class HealthyCheckpoint(Checkpoint):
@@ -27,7 +31,8 @@ class HealthyCheckpoint(Checkpoint):
     A state is healthy if the monitors had no spike in the last ``quiet`` iterations of this ``run()``, and the loss in
     the train step's output is finite. All tensors in ``to_save`` that were finite at first have to be finite, too. In
     place of another state the newest healthy one is saved, from a copy in host memory, with a warning that says why.
-    All ranks have to call it. Where an evaluator calls it, attach it to the trainer at the event None.
+    All ranks have to call it. Without :meth:`attach`, an engine with a GradMonitor is taken for the trainer, and known
+    from the first call on; where another engine calls it, only the tensors decide.
 
     Args:
         to_save: name -> object with ``state_dict`` and ``load_state_dict``.
@@ -40,8 +45,9 @@ class HealthyCheckpoint(Checkpoint):
     Raises:
         TypeError: if an argument has the wrong type, or a monitor detects no spikes.
         ValueError: if ``quiet`` is less than 1, or ``to_save`` has lazy modules.
-        RuntimeError: if an engine without monitors calls it, and it is not attached to the trainer.
     """
+
+    _trainer: Callable[[], Engine | None] | None = None  # a weak reference once attached
 
     def __init__(
         self,
@@ -61,7 +67,6 @@ class HealthyCheckpoint(Checkpoint):
         self._training = TrainingState(to_save)
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
-        self._trainer: Any = lambda: None  # a weak reference, once it is known
         self._counts = deque[dict[str, Any]](maxlen=quiet + 1)  # of spikes by prefix, after the last iterations
         self._healthy = 0  # iteration of the newest healthy state, 0 if none is known
         self._copy: dict[str, Any] = {}  # this state, unless it is in a file
@@ -73,8 +78,8 @@ class HealthyCheckpoint(Checkpoint):
             engine: the engine that trains.
             event: the event, filtered or not; None if an evaluator calls the checkpoint.
         """
-        if self._trainer() is not engine:
-            self._trainer = weakref.ref(engine)
+        if self._trainer is None or self._trainer() is not engine:
+            self._trainer, self._healthy = weakref.ref(engine), 0
             engine.add_event_handler(Events.STARTED | Events.ITERATION_COMPLETED, self._observe)
         if event is not None:
             engine.add_event_handler(event, self)
@@ -94,35 +99,40 @@ class HealthyCheckpoint(Checkpoint):
         return self._copy or super()._setup_checkpoint()
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
-        if self._trainer() is None:
-            if self.monitors is None and EventSource.on(engine) is None:
-                raise RuntimeError("HealthyCheckpoint knows no trainer: call attach(trainer, event), event None here")
-            self.attach(engine, None)
+        if self._trainer is None:
+            self._trainer = lambda: None
+            if any(isinstance(monitor, GradMonitor) for monitor in getattr(EventSource.on(engine), "monitors", [])):
+                self.attach(engine, None)
+            else:
+                _logger.warning("HealthyCheckpoint knows no trainer, and no spikes: call attach(trainer, event)")
         trainer = self._trainer()
-        iteration, event = trainer.state.iteration, engine.last_event_name
+        state, event = (trainer or engine).state, engine.last_event_name
+        iteration = state.iteration
         if problem := self._problem(trainer):
             which = f"that of iteration {self._healthy}" if self._healthy else "not known"
             text = "HealthyCheckpoint: iteration %d: %s; the newest healthy state is %s"
-            logging.getLogger(__name__).warning(text, iteration, problem, which)
+            _logger.warning(text, iteration, problem, which)
             if not self._copy:
                 return
         else:
             self._healthy, self._copy = iteration, {}
-        trainer.state.iteration = self._healthy  # by which Ignite names the file
+        state.iteration = self._healthy  # by which Ignite names the file
         try:
             super().__call__(engine, *args, **kwargs)
         finally:
-            trainer.state.iteration, engine.last_event_name, self._copy = iteration, event, {}
+            state.iteration, engine.last_event_name, self._copy = iteration, event, {}
 
-    def _problem(self, engine: Engine) -> str:
+    def _problem(self, trainer: Engine | None) -> str:
         """Return why training is not healthy, on any rank; synchronizes with the device."""
-        earlier, now = (self._counts[0], self._counts[-1]) if self._counts else ({}, {})
-        spikes = [prefix for prefix in now if float(now[prefix]) != float(earlier.get(prefix, 0.0))]
+        first, last = (self._counts[0], self._counts[-1]) if self._counts else ({}, {})
+        spikes = [prefix for prefix, count in last.items() if float(count) != float(first.get(prefix, 0.0))]
         problems = [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
-        if (loss := loss_in(engine.state.output)) is not None and not math.isfinite(loss):
+        loss = None if trainer is None else loss_in(trainer.state.output)
+        if loss is not None and not math.isfinite(loss):
             problems.append(f"the loss is {float(loss)}")
         tensors = {} if problems else finite(self._training.state())
-        problems += [f"{path} is not finite" for path in tensors if not tensors[path] and self._finite.get(path, True)]
+        ruined = [place for place in tensors if not tensors[place] and self._finite.get(place, True)]
+        problems += [f"{'.'.join(map(str, place))} is not finite" for place in ruined]
         self._ranks.resolve()
         is_any = self._ranks.any(torch.tensor(bool(problems), device=idist.device()))
         return (problems or ["another rank is not healthy"])[0] if is_any.item() else ""

@@ -14,6 +14,8 @@ from torch import Tensor
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import tags
 
+Place = tuple[Any, ...]
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,11 +31,16 @@ def floating_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     return ((path, tensor) for path, tensor in tensors_in(value) if tensor.is_floating_point())
 
 
-def tensors_in(value: Any, path: str = "", around: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a tensor, tuple, list, mapping or dataclass, with their places: keys, joined by ``/``."""
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The :func:`tensors_at` their places, which are joined by ``/``."""
+    return (("/".join(map(str, place)), tensor) for place, tensor in tensors_at(value))
+
+
+def tensors_at(value: Any, place: Place = (), around: frozenset[int] = frozenset()) -> Iterator[tuple[Place, Tensor]]:
+    """The tensors in a tensor, tuple, list, mapping or dataclass, with their places: keys, outermost first."""
     members: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
-        yield path, value
+        yield place, value
     elif id(value) in around:
         return
     elif isinstance(value, (tuple, list)):
@@ -44,7 +51,7 @@ def tensors_in(value: Any, path: str = "", around: frozenset[int] = frozenset())
         members = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     for key, member in members:
         if member is not None:
-            yield from tensors_in(member, f"{path}/{key}" if path else str(key), around | {id(value)})
+            yield from tensors_at(member, (*place, key), around | {id(value)})
 
 
 def bits_of(tensor: Tensor) -> Tensor:

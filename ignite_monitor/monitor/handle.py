@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
 from collections import OrderedDict
@@ -83,7 +82,7 @@ class MonitorHandle(Serializable):
         with ExitStack() as undo:
             for name in both:
                 item = self._saved[name]
-                undo.callback(item.load_state_dict, copy.deepcopy(item.state_dict()))
+                undo.callback(item.load_state_dict, item.state_dict())
                 item.load_state_dict(state_dict[name])
             undo.pop_all()
 

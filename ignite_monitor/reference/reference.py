@@ -76,6 +76,8 @@ class Reference:
             raise ValueError(f"Argument state_dict holds {saved}: give the same again, or resume without this state")
         if self.is_copy:
             _check_same(_shapes(self.module.state_dict()), _shapes(state), "state_dict")
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                tensor.data = tensor.data.clone()  # what state_dict() has returned stays as it is
             self.module.load_state_dict(state)
 
     def match_model(self) -> None:

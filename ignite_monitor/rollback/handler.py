@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_type
 from ignite_monitor.detection.monitor import CountingMonitor
+from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
@@ -20,7 +22,7 @@ from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import ADAPTING, WATCHING, Action, RecoveryPolicy
-from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, public
+from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, public, shared
 from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
 
 
@@ -89,13 +91,13 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.ranks = Ranks(group, *self._training.modules)
         self._policy = RecoveryPolicy(check_count("patience", patience, least=1), max_rollbacks)
         self._snapshots, self._on_host = Snapshots(every), where == "host"
-        self._triggers = Triggers(patience, threshold := LossThreshold())
-        parts = self._policy, self._snapshots, self._triggers, threshold
-        self._parts = dict(zip(self._state_dict_all_req_keys, parts, strict=False))  # the other key is "counts"
+        self._loss_threshold = threshold = LossThreshold()
+        self._triggers = triggers = Triggers(patience, threshold)
+        self._parts = {"policy": self._policy, "snapshots": self._snapshots, "triggers": triggers, "loss": threshold}
         self._request = ""
         self._count = self._discarded_count = 0
         self._layout: list[Any] = []
-        self._restoring: Any = None  # handle of the second restore of an iteration
+        self._restoring: list[Any] = []  # handle of the second restore of an iteration
 
     def request(self, reason: str) -> None:
         """Roll back when this iteration is completed.
@@ -108,15 +110,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, and drop the snapshots from before."""
         self.forget()
-        self._triggers.reset_thresholds(self._monitors())
+        for threshold in self._thresholds().values():
+            threshold.reset_threshold()
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
         self._snapshots.clear()
         self._policy.reset()
         self._triggers.reset()
-        if self._restoring is not None:
-            self._restoring.remove()
+        remove_all(self._restoring)
 
     def reset_run_state(self) -> None:
         self._is_guarded = True
@@ -126,38 +128,45 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._request = ""
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
-        saved = {name: clone(public(part)) for name, part in self._parts.items()}
+        """Counts, baselines and snapshots, which are not copied: tensors, numbers, strings, lists and dicts."""
+        saved = {name: shared(public(part)) for name, part in self._parts.items()}
         return OrderedDict(saved, counts=[self._count, self._discarded_count])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        expected = self._training.objects.keys()
-        if any(snapshot["state"].keys() != expected for snapshot in state_dict["snapshots"]["all"]):
+        loaded = {name: shared(dict(state_dict[name])) for name in self._parts}
+        count, discarded_count = state_dict["counts"]
+        states = [it["state"] for it in (*loaded["snapshots"]["all"], loaded["snapshots"]["resumable"]) if it]
+        if any(loaded[name].keys() != public(part).keys() for name, part in self._parts.items()):
+            raise ValueError(f"Argument state_dict should hold states of {[*self._parts]}, but it does not")
+        if any(state.keys() != (expected := self._training.objects.keys()) for state in states):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*expected]}, but it does not")
         for name, part in self._parts.items():
-            vars(part).update(clone(dict(state_dict[name])))
-        self._count, self._discarded_count = state_dict["counts"]
+            vars(part).update(loaded[name])
+        self._count, self._discarded_count = count, discarded_count
         self._layout = self._training.layout()
+        if not all(map(self._training.fits, states)):
+            self.forget()
+            self.report("other_parameters", "the saved snapshots are of other parameters: dropped", once=False)
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [(Events.ITERATION_STARTED, self._on_iteration_started)]
 
     def _on_iteration_started(self, engine: Engine) -> None:
         """Take a snapshot before any other handler has changed anything in this iteration."""
-        before = engine.state.iteration - 1
-        if (layout := self._training.layout()) != self._layout:
-            self.forget()  # no snapshot fits the model any more
-            self._layout = layout
-        kept, policy = self._snapshots.all, self._policy
-        is_due = not kept or (policy.healthy and before - kept[-1]["iteration"] >= self.every)
+        before, policy = engine.state.iteration - 1, self._policy
+        age = before - self._snapshots.all[-1]["iteration"] if self._snapshots.all else math.inf
+        if (layout := self._training.layout()) != self._layout or age < 0:
+            self.forget()  # no snapshot fits the model, or they are of a run that was longer
+            self._layout, age = layout, math.inf
+        is_due = age == math.inf or (policy.healthy and age >= self.every)
         if policy.phase == WATCHING and is_due:
             self._snapshots.make_room()
             self._snapshots.all.append(self._snapshot(before))
 
     def _snapshot(self, iteration: int) -> Snapshot:
         state = clone(self._training.state(), on_host=self._on_host)
-        thresholds = self._triggers.thresholds(self._monitors())
+        thresholds = {name: threshold.threshold_state() for name, threshold in self._thresholds().items()}
         return {"iteration": iteration, "state": state, "thresholds": thresholds}
 
     def handlers(self) -> Handlers:
@@ -170,27 +179,28 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self.report("join", "under join(), where not all ranks take part, no instability is detected")
             return
         policy, triggers, iteration = self._policy, self._triggers, engine.state.iteration
+        device = device_of(self._training.modules[0])
         loss = loss_in(engine.state.output if self.loss is None else self.loss(engine))
-        signals = triggers.collect(loss, self._monitors(), self.ranks, self._device, iteration, self._request)
+        signals = triggers.collect(loss, self._monitors(), self.ranks, device, iteration, self._request)
         self._request = ""
         if not triggers.signs and iteration >= limits.MEMORY:
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             self.report("no_trigger", text)
         if signals.is_nonfinite:
             signals.ruin = self._ruin(iteration)
-        was_phase, values = policy.phase, dict[str, float]()
-        action = policy.next(signals, iteration)
+        was_phase, action = policy.phase, policy.next(signals, iteration)
         if action != Action.NONE:
             is_start = was_phase == WATCHING
             # A probe may continue from this iteration.
             self._discarded_count += not (is_start or action == Action.PROBE)
+            self._count += action == Action.ROLL_BACK
             snapshot = self._choose(action, iteration, is_start)
-            values["restored_iteration"] = snapshot["iteration"]
+            self.publish(restored_iteration=snapshot["iteration"])
             self._restore(engine, snapshot, is_regime=action == Action.ADAPT)
             self._report(action, iteration, snapshot["iteration"], signals, is_start)
         elif policy.phase == WATCHING and was_phase != WATCHING:
             self._end_recovery(iteration, is_regime=was_phase == ADAPTING)
-        self.publish(count=self._count, discarded_count=self._discarded_count, **values)
+        self.publish(count=self._count, discarded_count=self._discarded_count)
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
         elif action == Action.END:
@@ -199,27 +209,26 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _ruin(self, iteration: int) -> str:
         """Return the reason if tensors of any rank's state are not finite that were finite in a snapshot."""
         earlier, now = map(finite, (self._snapshots.before(iteration)["state"], self._training.state()))
-        ruined = [path for path, is_finite in now.items() if not is_finite and earlier.get(path)]
-        on_any = self.ranks.any(torch.tensor(bool(ruined), device=self._device))
-        return f"{ruined[0] if ruined else 'the state of another rank'} is not finite" if on_any.item() else ""
+        ruined = [".".join(map(str, place)) for place in now if earlier.get(place) and not now[place]]
+        on_any = self.ranks.any(torch.tensor(bool(ruined), device=device_of(self._training.modules[0])))
+        return f"{(ruined or ['the state of another rank'])[0]} is not finite" if on_any.item() else ""
 
     def _choose(self, action: Action, iteration: int, is_start: bool) -> Snapshot:
         policy, snapshots = self._policy, self._snapshots
+        if is_start:
+            snapshots.start(iteration, policy.first_sign)
         if action in (Action.ROLL_BACK, Action.PROBE):
             snapshots.resumable = None  # its memory is free for the copy
             snapshots.resumable = self._snapshot(iteration)
-        if is_start:
-            snapshots.start(iteration, policy.first_sign)
         resumes = action == Action.RESUME or (action == Action.ADAPT and policy.keeps_current)
         return (resumes and snapshots.resumable) or snapshots.choose(iteration, policy.candidate)
 
     def _report(self, action: Action, iteration: int, restored: int, signals: Signals, is_start: bool) -> None:
-        text = signals.ruin or ", ".join(signals.reasons)
-        text = text or f"{self._policy.nonfinite} losses or gradients in a row were not finite"
-        text += f"; rolled back to iteration {restored}"
+        names, exhausted = ", ".join(self._training.objects), f"{self.max_rollbacks} rollbacks within {limits.WINDOW}"
+        reasons = signals.reasons or [f"{self._policy.nonfinite} losses or gradients in a row were not finite"]
+        text = f"{signals.ruin or ', '.join(reasons)}; rolled back to iteration {restored}"
         if action == Action.ROLL_BACK:
-            self._count += 1
-            text += f", {iteration - restored} batches skipped; restored {', '.join(self._training.objects)}"
+            text += f", {iteration - restored} batches skipped; restored {names}"
             self.report("rolled_back", text, once=False)
         elif action == Action.END:
             self.report("run_ended", f"{text}; the run ends", severity="problem", once=False)
@@ -227,28 +236,30 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             text = "restored weights exceeded a threshold on new batches as well; training continues with such batches"
             self.report("adapted", text, once=False)
         elif is_start:
-            text += f" after {self.max_rollbacks} rollbacks within {limits.WINDOW} iterations: lower the learning rate"
+            text += f" after {exhausted} iterations: lower the learning rate"
             self.report("rollbacks_exhausted", text, severity="problem", once=False)
 
     def _restore(self, engine: Engine, snapshot: Snapshot, *, is_regime: bool) -> None:
         self._is_guarded = False  # training can't go on with a part of it restored
         if is_regime:
-            self._triggers.reset_thresholds(self._monitors())
-        else:
-            self._triggers.restore_thresholds(self._monitors(), snapshot["thresholds"])
+            self._triggers.former_limit = self._loss_threshold.limit
+        for name, threshold in self._thresholds().items():
+            if is_regime:
+                threshold.reset_threshold()
+            elif name in snapshot["thresholds"]:
+                threshold.restore_threshold(snapshot["thresholds"][name])
         self._training.restore(snapshot["state"])
         self._is_guarded = True
-        if self._restoring is not None:
-            self._restoring.remove()
+        remove_all(self._restoring)
         # After the user's handlers of this iteration: a schedule has made a step there.
         # It takes the engine, or Ignite would write its arguments, all tensors among them, in an error that it drops.
-        self._restoring = engine.add_event_handler(
-            Events.ITERATION_COMPLETED, self._restore_again, state=snapshot["state"]
-        )
+        again = engine.add_event_handler(Events.ITERATION_COMPLETED, self._restore_again, state=snapshot["state"])
+        self._restoring.append(again)
 
     def _restore_again(self, engine: Engine, state: Any) -> None:
-        self._restoring.remove()
-        self._training.restore(state)  # Ignite calls it: an error ends training
+        if self._restoring:  # Ignite still calls a handler that one before it has removed
+            remove_all(self._restoring)
+            self._training.restore(state)  # Ignite calls it: an error ends training
 
     def _end_recovery(self, iteration: int, *, is_regime: bool) -> None:
         if is_regime:
@@ -258,14 +269,13 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._snapshots.drop_newer(self._snapshots.restored)
             self._snapshots.resumable = None
         self._triggers.signs.clear()
-        self.logger.info(
-            "%s: iteration %d: recovered; %d discarded so far", self._title, iteration, self._discarded_count
-        )
-
-    @property
-    def _device(self) -> torch.device:
-        return device_of(self._training.modules[0])
+        text = "%s: iteration %d: recovered; %d discarded so far"
+        self.logger.info(text, self._title, iteration, self._discarded_count)
 
     def _monitors(self) -> list[CountingMonitor]:
         attached = self._source.monitors if self._source is not None else []
         return [monitor for monitor in attached if isinstance(monitor, CountingMonitor)]
+
+    def _thresholds(self) -> dict[str, CountingMonitor | LossThreshold]:
+        """What has a threshold, by prefix; "" for the loss."""
+        return {"": self._loss_threshold} | {monitor.prefix: monitor for monitor in self._monitors()}

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model.dtensor import local
-from ignite_monitor.model.names import without_accelerate
+from ignite_monitor.model.names import unwrapped, without_accelerate
 from ignite_monitor.model.sampling import is_measurable
-from ignite_monitor.model.tensors import tensors_in
+from ignite_monitor.model.tensors import Place, tensors_at
 from ignite_monitor.monitor.base import Monitor, MonitorHandle
 from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
-Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds
+Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds; nothing changes them
 
 
 class Snapshots:
@@ -61,8 +61,7 @@ class Snapshots:
         is_confirmed = first_sign - self.restored_at >= max(limits.MEMORY, limits.CONFIRMED * delay)
         self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
         self.drop_newer(self.before(first_sign - delay)["iteration"])
-        for snapshot in self.all:
-            snapshot["thresholds"] = newest["thresholds"]
+        self.all = [snapshot | {"thresholds": newest["thresholds"]} for snapshot in self.all]
 
     def choose(self, iteration: int, candidate: int) -> Snapshot:
         """Return the newest snapshot (candidate 0), the one before (1) … to restore it; the newest after the oldest."""
@@ -79,19 +78,19 @@ class TrainingState:
     """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors and their handles."""
 
     def __init__(self, to_save: Mapping[str, Any]) -> None:
-        self.objects = {name: obj for name, obj in to_save.items() if not isinstance(obj, (Monitor, MonitorHandle))}
-        self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
+        objects = {name: obj for name, obj in to_save.items() if not isinstance(obj, (Monitor, MonitorHandle))}
+        self.modules = [obj for obj in objects.values() if isinstance(obj, nn.Module)]
+        # A run may be resumed with other wrappers.
+        self.objects = {name: unwrapped(it) if isinstance(it, nn.Module) else it for name, it in objects.items()}
         if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
             raise ValueError("Argument to_save has lazy modules: run one forward pass before")
         for name, obj in self.objects.items():
             try:
-                state = _state_of(obj)
-                copy.deepcopy(state, {id(tensor): tensor for _, tensor in tensors_in(state)})  # of all but the tensors
+                shared(_state_of(obj))
+                obj.load_state_dict  # noqa: B018
             except Exception as error:
-                text = f"Argument to_save should hold objects whose state can be copied, but {name!r}: {error}"
-                raise TypeError(text) from error
-            if not (isinstance(obj, nn.Module) or hasattr(obj, "load_state_dict")):
-                raise TypeError(f"Argument to_save should hold objects with load_state_dict, but {name!r} has none")
+                text = "Argument to_save should hold objects with load_state_dict and a state that can be copied"
+                raise TypeError(f"{text}, but {name!r}: {error}") from error
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
@@ -109,23 +108,36 @@ class TrainingState:
         named = chain(*(module.named_parameters() for module in self.modules))
         return [(name, id(parameter), parameter.shape) for name, parameter in named]
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Return True if a state has parameters of the same names and shapes."""
+        modules = [(state[name], obj) for name, obj in self.objects.items() if isinstance(obj, nn.Module)]
+        named = [(saved.get(path), item) for saved, obj in modules for path, item in obj.named_parameters()]
+        return all(getattr(tensor, "shape", None) == parameter.shape for tensor, parameter in named)
+
 
 def public(obj: object) -> dict[str, Any]:
     """The attributes of a handler's part that change during a run."""
     return {name: value for name, value in vars(obj).items() if not name.startswith("_")}
 
 
+def shared(state: Any) -> Any:
+    """Copy a state but its tensors."""
+    return copy.deepcopy(state, {id(tensor): tensor for _, tensor in tensors_at(state)})
+
+
 @torch.no_grad()
 def clone(state: Any, into: Any = None, *, on_host: bool = False) -> Any:
     """Copy a state; tensors of ``into`` at the same places are overwritten where they fit, and returned."""
-    targets, copies = dict(tensors_in(into)), dict[int, Any]()
-    for path, tensor in tensors_in(state):
-        target = targets.get(path)
-        if target is not None and _fits(tensor, target):
+    targets, copies, written = dict(tensors_at(into)), dict[int, Any](), dict[int, Tensor]()
+    for place, tensor in tensors_at(state):
+        target = targets.get(place)
+        # Tensors that were two may be one by now.
+        if target is not None and _fits(tensor, target) and written.setdefault(id(target), tensor) is tensor:
             local(target).copy_(local(tensor))
-        else:
-            target = tensor.to("cpu" if on_host else tensor.device, copy=True)
-        copies[id(tensor)] = target
+            copies[id(tensor)] = target
+        elif id(tensor) not in copies:
+            device = tensor.device if target is None else target.device
+            copies[id(tensor)] = tensor.to("cpu" if on_host else device, copy=True)
     return copy.deepcopy(state, copies)
 
 
@@ -135,12 +147,12 @@ def _fits(tensor: Tensor, into: Tensor) -> bool:
     return into.shape == tensor.shape and into.dtype is tensor.dtype
 
 
-def finite(state: Any) -> dict[str, bool]:
-    """Path -> whether the dense tensor, of a DTensor this rank's part, is finite; one transfer from each device."""
-    tensors = {path.replace("/", "."): local(tensor.detach()) for path, tensor in tensors_in(state)}
-    checked = {path: tensor for path, tensor in tensors.items() if is_measurable(tensor)}
+def finite(state: Any) -> dict[Place, bool]:
+    """Place -> whether the dense tensor, of a DTensor this rank's part, is finite; one transfer from each device."""
+    tensors = {place: local(tensor.detach()) for place, tensor in tensors_at(state)}
+    checked = {place: tensor for place, tensor in tensors.items() if is_measurable(tensor)}
     [flags] = transfer([[tensor.isfinite().all() for tensor in checked.values()]])
-    return {path: bool(flag) for path, [flag] in zip(checked, flags, strict=True)}
+    return {place: bool(flag) for place, [flag] in zip(checked, flags, strict=True)}
 
 
 def _state_of(obj: Any) -> Any:

@@ -17,6 +17,7 @@ from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
 
+@dataclass
 class LossThreshold:
     r"""Threshold of the loss, the smaller one of a threshold for jumps and one for slow growth.
 
@@ -25,14 +26,12 @@ class LossThreshold:
     as in ``ThresholdRule``.
     """
 
-    def __init__(self) -> None:
-        self.reset_threshold()
-
-    def reset_threshold(self) -> None:
-        """Discard all losses."""
-        self.count = 0
-        self.weight = self.mean = self.spread = 0.0
-        self.first = self.lowest = math.inf  # mean after the warm-up, lowest one since then
+    count: int = 0
+    weight: float = 0.0
+    mean: float = 0.0
+    spread: float = 0.0
+    first: float = math.inf  # mean after the warm-up
+    lowest: float = math.inf  # lowest mean since then
 
     @property
     def limit(self) -> float:
@@ -58,6 +57,10 @@ class LossThreshold:
         if self.count <= limits.MEMORY:
             self.first = self.lowest = self.mean
         self.lowest = min(self.lowest, self.mean)
+
+    def reset_threshold(self) -> None:
+        """Discard all losses."""
+        vars(self).update(vars(LossThreshold()))
 
     def threshold_state(self) -> Mapping[str, Any]:
         """Return the statistics."""
@@ -92,7 +95,7 @@ class Signals:
 
 
 class Triggers:
-    """Collects the signals of every iteration, in one transfer from each device; owns the thresholds."""
+    """Collects the signals of every iteration, in one transfer from each device."""
 
     def __init__(self, patience: int, loss: LossThreshold) -> None:
         self._patience, self._window = patience, (3 * patience + 1) // 2
@@ -102,14 +105,15 @@ class Triggers:
 
     def start_run(self) -> None:
         """Forget everything but the monitors' counts."""
-        self.reset()
         self.is_signed = False  # whether the loss has been negative
         self.measures_progress = False  # whether the loss has fallen since the start
+        self.reset()
 
     def reset(self) -> None:
         """Forget signs, the threshold of the loss, and accepted losses."""
         self._loss.reset_threshold()
-        # Name -> of each of the last iterations 0, 1 if the value is unhealthy, 2 if it is far above the threshold.
+        # Prefix, "" for the loss -> of each of the last iterations 0, 1 if the value is unhealthy, 2 if it is far above
+        # the threshold.
         self.signs: dict[str, list[int]] = {}
         self.former_limit = math.nan  # threshold of the loss from before the data changed
         self.accepted, self.accepted_until = -math.inf, 0  # losses up to it are healthy until that iteration
@@ -118,25 +122,6 @@ class Triggers:
     def usable(self) -> bool:
         """True if a rise of the loss is a sign of instability."""
         return self.measures_progress and not self.is_signed
-
-    def thresholds(self, monitors: Sequence[CountingMonitor]) -> dict[str, Any]:
-        """Return the statistics of all thresholds, by the monitors' prefixes; "" for the loss."""
-        return {name: owner.threshold_state() for name, owner in self._owners(monitors).items()}
-
-    def restore_thresholds(self, monitors: Sequence[CountingMonitor], thresholds: Mapping[str, Any]) -> None:
-        """Continue from earlier statistics."""
-        for name, owner in self._owners(monitors).items():
-            if name in thresholds:
-                owner.restore_threshold(thresholds[name])
-
-    def reset_thresholds(self, monitors: Sequence[CountingMonitor]) -> None:
-        """Begin with new data; the threshold of the loss from before is kept beside."""
-        self.former_limit = self._loss.limit
-        for owner in self._owners(monitors).values():
-            owner.reset_threshold()
-
-    def _owners(self, monitors: Sequence[CountingMonitor]) -> dict[str, CountingMonitor | LossThreshold]:
-        return {"": self._loss} | {monitor.prefix: monitor for monitor in monitors}
 
     def accept(self, levels: Sequence[float], iteration: int) -> None:
         """Accept losses up to those of the failed tests and half of their excess, until 1,000 iterations have none."""
@@ -182,7 +167,7 @@ class Triggers:
         if is_accepted := limit < loss <= self.accepted and iteration < self.accepted_until:
             self.accepted_until = iteration + limits.WINDOW
         is_unhealthy = self.usable and loss > limit and not is_accepted
-        signs = self._note(signals, "loss", is_unhealthy and math.isfinite(loss), loss, limit, True)
+        signs = self._note(signals, "", is_unhealthy and math.isfinite(loss), loss, limit, True)
         if not math.isfinite(loss):
             signals.is_nonfinite = True
             return
@@ -201,7 +186,7 @@ class Triggers:
         self.counts[name] = counts
         signals.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         # A norm alone is no instability where a loss tells whether there is one.
-        is_confirmed = not has_measure or any(self.signs["loss"][-limits.FAR_PATIENCE :])
+        is_confirmed = not has_measure or any(self.signs[""][-limits.FAR_PATIENCE :])
         signs = self._note(signals, name, spike or reset, value, threshold, is_confirmed)
         if reset and is_confirmed and not self.is_signed:
             signals.add(f"the statistics of {name} were reset", _lasts(signs, 1, 1, self._window))
@@ -216,7 +201,7 @@ class Triggers:
         signs[-1] = is_unhealthy + (is_unhealthy and math.inf > value > limits.FAR * threshold > 0.0)
         signals.is_above |= is_unhealthy and is_confirmed
         if is_confirmed and (age := _lasts(signs, 2, limits.FAR_PATIENCE, limits.PROBATION)):
-            text = f"{name} exceeded {limits.FAR:g} times its threshold in {limits.FAR_PATIENCE} iterations"
+            text = f"{name or 'loss'} exceeded {limits.FAR:g} times its threshold in {limits.FAR_PATIENCE} iterations"
             signals.add(text, age)
         return signs
 

@@ -154,7 +154,7 @@ def test_a_healthy_checkpoint_waits_after_a_drift(tmp_path, caplog):
     engine = Engine(lambda engine, value: value)
     DriftMonitor(output).attach(engine)
     checkpoint = HealthyCheckpoint({"model": torch.nn.Linear(1, 1)}, tmp_path, quiet=20)
-    engine.add_event_handler(Events.ITERATION_COMPLETED(every=10), checkpoint)
+    checkpoint.attach(engine, Events.ITERATION_COMPLETED(every=10))
     engine.run(values.tolist(), max_epochs=1)
     assert "drift had a spike in the last 20 iterations; the newest healthy state is that of iteration" in caplog.text
 

@@ -109,11 +109,28 @@ def test_spikes_are_those_of_the_run_and_without_attach_those_since_the_first_ca
     assert resumed.saved[2:] == []
 
 
-def test_an_evaluator_is_not_taken_for_the_trainer():
-    run, evaluator = Run(), Engine(lambda engine, batch: None)
+@pytest.mark.parametrize("monitored", [True, False])
+def test_an_evaluator_is_not_taken_for_the_trainer(monitored, caplog):
+    """Also if it has monitors of its own: their spikes and its output are not those of the trainer."""
+    run, evaluator = Run(), Engine(lambda engine, batch: math.nan if batch > 4 else 0.1)
+    if monitored:
+        SpikeMonitor(lambda engine: engine.state.output, threshold=1.0).attach(evaluator)
     evaluator.add_event_handler(Events.COMPLETED, run.checkpoint)
-    with pytest.raises(RuntimeError, match="attach"):
-        evaluator.run([0])
+    for _ in range(2):
+        evaluator.run(range(8))
+    assert run.saved == ["checkpoint_8.pt"] * 2
+    assert [text for text in caplog.messages if "attach" in text] == [
+        "HealthyCheckpoint knows no trainer, and no spikes: call attach(trainer, event)"
+    ]
+    run.model.weight.data.fill_(math.nan)
+    evaluator.run(range(8))
+    assert len(run.saved) == 2
+    run.model.weight.data.fill_(1.0)
+    run.scales = dict.fromkeys(range(1, 11), 1e4)
+    assert run.run(30) == [8, 8, 20, 30]
+    assert (
+        "iteration 10: grad had a spike in the last 5 iterations; the newest healthy state is not known" in caplog.text
+    )
 
 
 @pytest.mark.allows_failed_monitors
@@ -254,7 +271,7 @@ def test_a_refused_argument_makes_no_directory(tmp_path):
 
 
 def test_without_monitors_nothing_but_the_state_counts(tmp_path):
-    """An empty list asks no monitor, so that an engine without monitors may call it; no engine is kept alive."""
+    """No engine is kept alive."""
     model = nn.Linear(2, 1)
     engine = Engine(lambda engine, batch: 1.0)
     engine.add_event_handler(Events.COMPLETED, HealthyCheckpoint({"model": model}, tmp_path, monitors=[]))

@@ -16,10 +16,11 @@ from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ignite_monitor import MonitorEvents, RollbackHandler, SpikeMonitor
+from ignite_monitor import MonitorEvents, RollbackHandler, SpikeMonitor, attach_monitors
+from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.rollback import snapshots
 from tests._helpers import assert_same
-from tests.rollback._small import Training, make_batches
+from tests.rollback._small import Training, make_batches, make_net
 
 FULL = bool(int(os.environ.get("FULL_MATRIX", "0")))
 OPTIMIZERS = {
@@ -396,6 +397,35 @@ def test_weights_loaded_by_the_user_are_not_rolled_back_after_forget_or_a_new_ru
     assert training.model[0].weight.mean() < -6.0
 
 
+@pytest.mark.parametrize("end", ["forget", "detach"])
+def test_weights_loaded_in_the_iteration_of_a_rollback_stay(end):
+    training, seen = Training(names=["model", "optimizer"], handler=False), []
+
+    def load(engine):
+        torch.nn.init.constant_(training.model[0].weight, 7.0)
+        getattr(training.rollback, end)()
+
+    training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=34), load)
+    training.rollback.attach(training.trainer)
+    training.trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=35), lambda _: seen.append(training.model[0].weight.mean())
+    )
+    training.run(make_batches(36), request=[34])
+    assert seen == [7.0]
+
+
+@pytest.mark.parametrize("prefix", ["loss", "spike"])
+def test_a_monitor_of_any_name_leaves_the_triggers_of_the_loss(prefix):
+    """A loss that grows by 1 % an iteration, which the monitor does not take for a spike."""
+    losses = [2.3 * 0.97**i + 0.1 for i in range(200)]
+    losses += [losses[-1] * 1.01**i for i in range(300)]
+    trainer, rollback = Engine(lambda engine, loss: loss), RollbackHandler({"model": nn.Linear(2, 2)})
+    SpikeMonitor(lambda engine: engine.state.output, threshold=1e6, prefix=prefix).attach(trainer)
+    rollback.attach(trainer)
+    trainer.run(losses, max_epochs=1)
+    assert rollback._count > 0
+
+
 def test_a_request_ends_with_its_run():
     training = Training(names=["model", "optimizer"])
     training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda _: training.rollback.request("late"))
@@ -599,7 +629,7 @@ class Uncopied:
         (
             {"to_save": {"model": nn.Linear(2, 2), "own": Uncopied()}},
             TypeError,
-            "state can be copied, but 'own': cannot",
+            "that can be copied, but 'own': cannot",
         ),
         ({"to_save": {"model": nn.LazyLinear(2)}}, ValueError, "to_save has lazy modules"),
         ({"every": 0}, ValueError, "every"),
@@ -614,6 +644,103 @@ class Uncopied:
 def test_bad_arguments(kwargs, error, text):
     with pytest.raises(error, match=text):
         RollbackHandler(**{"to_save": {"model": nn.Linear(2, 2)}} | kwargs)
+
+
+def state_with_snapshots():
+    training, states = Training(names=["model", "optimizer"]), []
+    training.at(25, lambda: states.append(copy.deepcopy(training.rollback.state_dict())))
+    training.run(make_batches(25))
+    return states[0]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: state["snapshots"].update(resumable={"state": {"model": {}}}),
+        lambda state: state["snapshots"]["all"][0]["state"].update(other={}),
+        lambda state: state["policy"].pop("phase"),
+        lambda state: state["loss"].update(more=1.0),
+        lambda state: state.update(counts=[1, 2, 3]),
+        lambda state: state.update(triggers=None),
+    ],
+)
+def test_a_refused_state_changes_nothing(spoil):
+    state = state_with_snapshots()
+    rollback = Training(names=["model", "optimizer"]).rollback
+    before = copy.deepcopy(rollback.state_dict())
+    spoil(state)
+    with pytest.raises((TypeError, ValueError)):
+        rollback.load_state_dict(state)
+    assert_same(dict(rollback.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda weights: weights.pop("0.weight"),
+        lambda weights: weights.update({"0.weight": torch.ones(3, 3)}),
+    ],
+)
+def test_saved_snapshots_of_other_parameters_are_dropped(spoil, caplog):
+    state = state_with_snapshots()
+    spoil(state["snapshots"]["all"][-1]["state"]["model"])
+    rollback = Training(names=["model", "optimizer"]).rollback
+    rollback.load_state_dict(state)
+    assert not rollback.state_dict()["snapshots"]["all"]
+    assert "the saved snapshots are of other parameters: dropped" in caplog.text
+
+
+def test_a_recovery_is_resumed_with_other_wrappers(one_rank):
+    """The weights are restored that the run without wrappers had."""
+    model, state, back = make_net(), state_with_snapshots(), []
+    wrapped = nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))
+    rollback = RollbackHandler({"model": wrapped, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    rollback.load_state_dict(state)
+    torch.nn.init.constant_(model[0].weight, 7.0)
+    trainer = Engine(lambda engine, batch: rollback.request("to see") if engine.state.iteration == 26 else None)
+    rollback.attach(trainer)
+    trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(copy.deepcopy(model.state_dict())))
+    trainer.load_state_dict({"iteration": 25, "epoch_length": 30, "max_epochs": 1})
+    trainer.run(range(30))
+    saved = state["snapshots"]["all"][-1]["state"]["model"]
+    assert_same(back, [{name: saved[name] for name in model.state_dict()}])
+
+
+def test_snapshots_of_later_iterations_are_dropped():
+    """The state of the handler is resumed, and not that of the trainer."""
+    training, back = Training(names=["model", "optimizer"]), []
+    torch.nn.init.constant_(training.model[0].weight, 7.0)
+    states = training.states()
+    training.rollback.load_state_dict(state_with_snapshots())
+    training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(training.state()))
+    training.run(make_batches(30), request=[13])
+    assert training.of("restored_iteration") == {13: 10}
+    assert_same(back, [states[10]])
+
+
+def test_states_are_saved_and_loaded_without_a_copy_of_the_snapshots(monkeypatch):
+    """Also by a handle, which loads them again if another monitor refuses its state."""
+    training = Training(handler=False, names=["model", "optimizer"])
+    to_save = training.objects
+    handle = attach_monitors(training.trainer, training.model, training.optimizer, rollback=to_save, extra="replicas")
+    monitor = handle.monitors["rollback"]
+
+    def storages(state):
+        return {tensor.untyped_storage().data_ptr() for _, tensor in tensors_in(state["snapshots"])}
+
+    def reload():
+        state = handle.state_dict()
+        kept = storages({"snapshots": monitor._snapshots.all})
+        assert len(monitor._snapshots.all) == 3
+        assert storages(state["rollback"]) == kept
+        with pytest.raises(ValueError, match="should be a state of"):
+            handle.load_state_dict({**state, [*handle.monitors][-1]: {"wrong": 1}})
+        handle.load_state_dict(state)
+        assert storages(monitor.state_dict()) == kept
+
+    training.at(25, reload)
+    training.run(make_batches(40))
+    assert monitor._count == 0
 
 
 def test_state_of_another_to_save():

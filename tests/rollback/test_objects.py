@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler as of_torch
 
 from ignite_monitor import MonitorEvents, RollbackHandler
-from ignite_monitor.rollback.snapshots import TrainingState, clone
+from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 from tests._helpers import assert_same
 from tests.rollback._small import Training, make_batches, make_net
 
@@ -298,6 +299,89 @@ def test_a_buffer_that_was_replaced_is_restored_and_the_replacement_is_unchanged
     assert_same(longer.clone(), torch.ones(5, 3))
 
 
+def test_tensors_whose_keys_look_the_same_are_restored():
+    """Places in a state are keys, not texts."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    places = [(1,), ("1",), ("a", "b"), ("a/b",)]
+    for i, (key, *inner) in enumerate(places):
+        value = torch.full((2,), float(i))
+        optimizer.state[model.weight].setdefault(key, {} if inner else value)
+        if inner:
+            optimizer.state[model.weight][key][inner[0]] = value
+    training = TrainingState({"model": model, "optimizer": optimizer})
+    kept, flags = clone(training.state()), finite(training.state())
+    optimizer.state[model.weight]["1"].fill_(math.nan)
+    assert [place[-1] for place, is_finite in finite(training.state()).items() if flags[place] > is_finite] == ["1"]
+    optimizer.state[model.weight][1].fill_(7.0)
+    training.restore(kept)
+    state = optimizer.state[model.weight]
+    assert [state[1][0], state["1"][0], state["a"]["b"][0], state["a/b"][0]] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_buffers_that_became_one_are_restored_as_two():
+    """And two that were one are one again."""
+    model = nn.Module()
+    for i, name in enumerate("abcd"):
+        model.register_buffer(name, torch.full((2,), float(i)))
+    model.d = model.c
+    training = TrainingState({"model": model})
+    kept = clone(training.state())
+    model.a = model.b
+    model.d = torch.ones(2)
+    training.restore(kept)
+    assert [float(getattr(model, name)[0]) for name in "abcd"] == [0.0, 1.0, 2.0, 2.0]
+    assert model.c is model.d
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_continues_from_the_snapshot_as_from_its_state(search):
+    """Its history is a list that has another length by then."""
+
+    def start():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3, history_size=4, line_search_fn=search)
+
+        def step(engine, batch):
+            def closure():
+                optimizer.zero_grad()
+                loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean() + 1.0
+                loss.backward()
+                return loss
+
+            return float(optimizer.step(closure).detach())
+
+        return model, optimizer, Engine(step)
+
+    batches = torch.randn(20, 8, 3, generator=torch.Generator().manual_seed(0))
+    model, optimizer, trainer = start()
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=2)
+    rollback.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=9), lambda _: rollback.request("to see"))
+    restored = []
+    trainer.add_event_handler(
+        MonitorEvents.ROLLED_BACK, lambda e: restored.append(int(e.state.metrics["rollback/restored_iteration"]))
+    )
+    trainer.run(batches)
+    bare, _, other = start()
+    other.run([*batches[: restored[0]], *batches[9:]])
+    assert_same(model.state_dict(), bare.state_dict())
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (4, 3)])
+def test_buffers_are_restored_to_the_device_of_the_model(shape):
+    """Snapshots may be on another one, and buffers have another shape by then."""
+    model = nn.Linear(3, 1)
+    model.register_buffer("queue", torch.ones(2, 3))
+    training = TrainingState({"model": model})
+    kept = clone(training.state())
+    model.to("meta")
+    model.queue = torch.empty(shape, device="meta")
+    training.restore(kept)
+    assert (model.queue.device.type, model.queue.shape) == ("meta", (2, 3))
+
+
 def test_sparse_parameters_are_restored_too():
     model = nn.Module()
     model.values = nn.Parameter(torch.tensor([[0.0, 3.0], [5.0, 0.0]]).to_sparse())
@@ -313,5 +397,5 @@ def test_an_object_that_cannot_be_restored_is_refused():
         def state_dict(self):
             return {"steps": 4}
 
-    with pytest.raises(TypeError, match="load_state_dict, but 'counter' has none"):
+    with pytest.raises(TypeError, match="but 'counter': 'Counter' object has no attribute 'load_state_dict'"):
         TrainingState({"model": nn.Linear(2, 2), "counter": Counter()})
