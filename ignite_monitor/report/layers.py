@@ -8,7 +8,6 @@ import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, Finding, listed, number
-from ignite_monitor.report.losses import fell
 from ignite_monitor.report.run import MIN_ONSET, MonitorSeries, Run, Series
 
 
@@ -57,7 +56,7 @@ def _beyond(
 def exploding(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Large gradients; a note if the loss falls and is larger still, as one that is a sum."""
     loss, counts = run.loss if run.judges_loss else Series(), monitor.get("exploding_count").finite
-    is_harmless = fell(loss) and monitor.get("grad_max").over(loss).median <= 1
+    is_harmless = loss.tail.median < loss.head.median and monitor.get("grad_max").over(loss).median <= 1
     limit = limits.EXPLODING._replace(severity="note" if is_harmless else "warning")
     yield from _beyond(monitor, run, limit, {"": counts})
 

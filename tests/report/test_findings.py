@@ -68,8 +68,8 @@ def nan_from(place, name="train/loss", count=100):
 
 
 def summed_loss(size):
-    """A loss that falls from 3,000 to 700, and gradients of the same size throughout."""
-    run = {"train/loss": series(np.linspace(3e3, 7e2, 200)), "monitor/exploding_count": every(2.0)}
+    """A loss that falls from 3,000 to 1,800, and gradients of the same size throughout."""
+    run = {"train/loss": series(np.linspace(3e3, 1.8e3, 200)), "monitor/exploding_count": every(2.0)}
     return run | {"monitor/grad_max": every(size)}
 
 
