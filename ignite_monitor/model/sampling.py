@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,16 @@ _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.com
 _FEW = 32  # elements of a sample that are not 0, from which its norm has an error of about 15 %
 
 
+def fnv1a_64(text: str) -> int:
+    """The 64-bit FNV-1a hash of a text's UTF-8 bytes (Fowler, Noll and Vo)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
+    return value
+
+
 def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor | None:
-    """Draw elements of a flattened tensor uniformly, with replacement, seeded with the CRC-32 of the name.
+    """Draw elements of a flattened tensor uniformly, with replacement, seeded with the FNV-1a hash of the name.
 
     A two-dimensional tensor with more than ``count`` rows gives one element of each row: it may be an embedding, of
     which a step moves few rows. None if the tensor has no more elements than would be drawn.
@@ -31,7 +38,7 @@ def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor
     numel, rows = torch.Size(shape).numel(), shape[0] if len(shape) == 2 else 0
     if count is None or numel <= max(count, rows):
         return None
-    generator = torch.Generator("cpu").manual_seed(crc32(name.encode()))
+    generator = torch.Generator("cpu").manual_seed(fnv1a_64(name))
     if rows <= count:
         return torch.randint(numel, (count,), generator=generator, device="cpu")
     columns = numel // rows

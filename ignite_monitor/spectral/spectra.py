@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import move
+from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.spectral.matrices import Label
 from ignite_monitor.spectral.norm import SpectralNorms, measure
 
@@ -25,7 +25,7 @@ def measure_all(matrices: Iterable[tuple[Label, Tensor]], method: str) -> tuple[
     def measure_stack(key: object) -> None:
         members, parts = zip(*stacks.pop(key), strict=True)
         labels.extend(members)
-        results.append(measure(torch.stack(parts), method, crc32("\n".join(label.name for label in members).encode())))
+        results.append(measure(torch.stack(parts), method, fnv1a_64("\n".join(label.name for label in members))))
 
     for label, matrix in matrices:
         is_small = matrix.numel() <= (_SMALL if matrix.device.type == "cpu" else _SMALL_ON_DEVICE)

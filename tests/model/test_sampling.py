@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.model.sampling import ParameterSamples, sample_indices
+from ignite_monitor.model.sampling import ParameterSamples, fnv1a_64, sample_indices
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
@@ -48,6 +48,19 @@ def test_fits(change):
         model.last = model[1]
         delattr(model, "1")
     assert samples.fits() == (change == "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", 0xCBF29CE484222325),
+        ("a", 0xAF63DC4C8601EC8C),
+        ("foobar", 0x85944171F73967E8),
+        ("é", (((0xCBF29CE484222325 ^ 0xC3) * 0x100000001B3 % 2**64) ^ 0xA9) * 0x100000001B3 % 2**64),
+    ],
+)
+def test_fnv1a_64_known_answers(text, value):
+    assert fnv1a_64(text) == value
 
 
 @pytest.mark.parametrize(

@@ -221,18 +221,16 @@ def test_a_large_parameter_is_frozen_once_all_of_it_has_been_compared():
 
 
 def test_the_sample_is_that_of_an_independent_generator():
-    """Seeded by the CRC-32 of the name; with replacement; small parameters as a whole."""
+    """Seeded by the FNV-1a hash of the name; with replacement; small parameters as a whole."""
     model = nn.Linear(30, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handler = WeightUpdateHandler(model, optimizer, sample_size=100)
     before = model.weight.detach().double().flatten()
     run_monitored(lambda *_: (model(torch.ones(2, 30)).square().sum().backward(), optimizer.step()), [0], handler)
-    seed = 0xFFFFFFFF
+    seed = 0xCBF29CE484222325
     for byte in b"weight":
-        seed ^= byte
-        for _ in range(8):
-            seed = seed >> 1 ^ 0xEDB88320 * (seed & 1)
-    index = torch.randint(1200, (100,), generator=torch.Generator().manual_seed(seed ^ 0xFFFFFFFF))
+        seed = (seed ^ byte) * 0x100000001B3 % 2**64
+    index = torch.randint(1200, (100,), generator=torch.Generator().manual_seed(seed))
     change = (model.weight.detach().double().flatten() - before)[index]
     result = handler.diagnostics
     sampled = float(change.norm() * math.sqrt(12) / before.norm())
