@@ -42,7 +42,10 @@ def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding])
     norm, growth = monitor.get("parameter_norm").finite, _growth(monitor, run)
     moved = run.sibling(monitor, "optimizer").get("update_norm").finite
     ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
-    is_harmless = run.judges_loss and _has_fallen(run.loss)
+    # Parameters that begin at 0, as those of adapters, move by their own size without harm.
+    is_from_zero = bool((ratios.values[:1] > limits.FROM_ZERO).any())
+    falls_on = run.loss.head.median - run.loss.tail.median > limits.FLAT * abs(run.loss.head.median)
+    is_harmless = run.judges_loss and _has_fallen(run.loss) and (is_from_zero or falls_on)
     measured = "in {0} a step moved the parameters by {1} of their norm"
     median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"

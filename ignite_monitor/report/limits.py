@@ -46,6 +46,7 @@ GROUP_RATIO = 4.0  # times the median update ratio that the largest of this grou
 GROUP_UPDATE = 0.02  # of its size that it moves by in a step; 0.007 where only the head of a model is trained fast
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
+FROM_ZERO = 1e3  # times the size of the median parameter that the first step moves it, if it begins at 0
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
 
 # Weights.

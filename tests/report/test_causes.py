@@ -82,6 +82,10 @@ CASES = {
         trained(np.exp(-falling()), monitor__update_ratio_median=at(np.where(STEPS < 5, 0.16, 0.004))),
         *("problem", "in iterations 1-3 a step moved the median parameter by 0.16, 0.16 and 0.16 of its norm"),
     ),
+    "large_updates: a loss that falls at once and stays": (
+        trained(np.append(2.3, 0.1 * FLAT[1:]), monitor__update_ratio_median=at(0.8 / STEPS)),
+        *("problem", "in iterations 1-3 a step moved the median parameter by 0.8, 0.4 and 0.27 of its norm"),
+    ),
     "large_updates: parameters that begin at 0, and a loss that falls": (
         trained(monitor__update_ratio_median=at(np.where(STEPS == 1, 4e9, 0.8 / STEPS))),
         *(None, ""),
