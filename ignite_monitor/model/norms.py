@@ -124,13 +124,16 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         if tensor.numel() > _LONGEST_SUM:
             values[i] = _long_norm(tensor.view(-1), norm_type)
     is_safe = values == values.clamp(*_SAFE)
-    if not torch.is_nonzero(is_safe.all()):
+    if norm_type != math.inf and not torch.is_nonzero(is_safe.all()):
         unsafe = [tensor for tensor, flag in zip(tensors, is_safe, strict=True) if not torch.is_nonzero(flag)]
         values[~is_safe] = wide_norms(unsafe, norm_type)
     return values
 
 
 def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
+    if norm_type == math.inf:  # for which vector_norm takes 20 times as long
+        least, largest = vector.aminmax()
+        return torch.maximum(-least, largest)
     rest = vector.numel() % _ROW
     rows = torch.linalg.vector_norm(vector[: vector.numel() - rest].view(-1, _ROW), norm_type, 1, dtype=torch.float32)
     if rest:
