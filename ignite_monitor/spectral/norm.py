@@ -114,9 +114,11 @@ def dominant(matrices: Tensor) -> Tensor:
 def _orthonormal(rows: Tensor) -> Tensor:
     """Rows with the span of these that are orthonormal, or nearer to it where these are nearly dependent; 0 stays 0.
 
-    CholeskyQR, since QR is slow on a device. The shift exceeds the rounding of the products, so that the decomposition
-    is possible.
+    On a device CholeskyQR, since QR is slow there. The shift exceeds the rounding of the products, so that the
+    decomposition is possible.
     """
+    if rows.is_cpu:
+        return torch.linalg.qr(rows.mT)[0].mT.contiguous()  # type: ignore[no-any-return]
     wide = rows.to(wide_dtype(rows.device))
     wide = wide / torch.linalg.vector_norm(wide, dim=2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     products = wide @ wide.mT
