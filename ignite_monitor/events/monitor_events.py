@@ -88,7 +88,6 @@ class Spike(NamedTuple):
         threshold: its threshold; inf as long as there is none.
         culprits: parameter -> share of the excess, where single tensors have thresholds too; else empty.
         source: source of a non-finite value, as far as a ``GradMonitor`` has located it; else None.
-        rank: the rank with the largest part of a gradient norm; None if all ranks have the same gradient.
     """
 
     monitor: Any
@@ -97,7 +96,6 @@ class Spike(NamedTuple):
     threshold: float
     culprits: Mapping[str, float]
     source: NonFiniteSource | None = None
-    rank: int | None = None
 
 
 @contextmanager
