@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.events.hooks import weak_method
+from ignite_monitor.events.hooks import register_first, weak_method
 from ignite_monitor.keys import MAXP
 from ignite_monitor.model._torch import has_step_hooks
 from ignite_monitor.model.names import tags
@@ -166,7 +166,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         super()._connect(engine, event)
         # Schedulers act at any moment, and in iterations that are not monitored too.
         hook = torch.compiler.disable(weak_method(self._before_optimizer_step))
-        self._engine_handles.append(self.optimizer.register_step_pre_hook(hook))
+        register_first(self.optimizer.register_step_pre_hook, hook, self._engine_handles)
 
     def _before_optimizer_step(self, *_: Any) -> None:
         if self.lr_prefactor != self._applied_prefactor:

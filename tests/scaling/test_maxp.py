@@ -373,6 +373,28 @@ def test_the_prefactor_acts_on_the_next_step_until_the_scheduler_is_detached(cap
     assert rates(optimizer) == used[-1]
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_hook_of_the_users_removes_itself_within_a_step(first):
+    """torch allows it for the last hook in line."""
+    parametrization, optimizer = make()
+    called = []
+
+    def register():
+        handle = optimizer.register_step_pre_hook(lambda *_: called.append(handle.remove()))
+
+    if first:
+        register()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    engine = trainer_of(parametrization.model, optimizer)
+    scheduler.attach(engine)
+    if not first:
+        register()
+    scheduler.lr_prefactor = 0.01
+    engine.run(make_batches(2))
+    assert len(called) == 1
+    assert rates(optimizer) == pytest.approx(expected_rates(scheduler.solution, 0.01, optimizer))
+
+
 def cosine(target):
     return CosineAnnealingScheduler(target, "lr", 0.1, 0.001, cycle_size=10)
 
