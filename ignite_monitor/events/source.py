@@ -100,7 +100,8 @@ class EventSource:
         if not self._monitors and engine is not None:
             self._uninstall()
             for event, handler in self._own_handlers():
-                engine.remove_event_handler(handler, event)
+                if engine.has_event_handler(handler, event):  # an interrupt may have come before it was added
+                    engine.remove_event_handler(handler, event)
             delattr(engine, self._ATTRIBUTE)
 
     def is_awaited(self, event: MonitorEvents) -> bool:

@@ -181,6 +181,7 @@ class Monitor(Reporter, Serializable):
                 if name == Events.ITERATION_STARTED:
                     put_first(engine, name)
         except BaseException:  # also an interrupt
+            self._source = EventSource.on(engine)  # which it may have created
             self._disconnect()
             raise
 

@@ -660,3 +660,31 @@ def test_the_scale_is_read_on_a_device_of_the_gradients_other_than_the_cpu(devic
     backward = GradientsReady(SimpleNamespace(parameters=parameters), set(), shared=False, in_step=False)
     scale = backward.scale(SimpleNamespace(scale=lambda tensor: 8.0 * tensor))
     assert scale.device.type == ("meta" if "meta" in devices else "cpu")
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("place", range(4))  # among the handlers of the source
+def test_an_interrupt_while_a_monitor_is_attached_leaves_nothing(monkeypatch, place, is_added):
+    """It comes before or after the addition of a handler, and the monitor can be attached afterwards."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(make_step(model, optimizer))
+    before, added = footprint(engine, model, optimizer), []
+
+    def add(*arguments):
+        added.append(arguments)
+        if len(added) - 1 != place:
+            return Engine.add_event_handler(engine, *arguments)
+        if is_added:
+            Engine.add_event_handler(engine, *arguments)
+        raise KeyboardInterrupt
+
+    monitor = GradMonitor(model, optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "add_event_handler", add)
+        with pytest.raises(KeyboardInterrupt):
+            monitor.attach(engine)
+    assert footprint(engine, model, optimizer) == before
+    monitor.attach(engine)
+    engine.run(make_batches(2))
+    assert monitor.metrics["grad/stepped"] == 1.0
