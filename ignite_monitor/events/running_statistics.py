@@ -24,12 +24,15 @@ class _Buffer(NamedTuple):
     version: int
 
     def changed(self) -> Tensor | None:
-        """The tensor that is there now, if it may have changed."""
+        """The tensor to restore, if it may have changed."""
         now = self.registry.get(self.name)
         if now is self.tensor:
             return now if self.tracks or version(now) != self.version else None
-        # The forward pass has put another tensor in its place.
-        return now if isinstance(now, Tensor) and now.shape == self.copy.shape else None
+        if not isinstance(now, Tensor) or now.shape != self.copy.shape:
+            return None
+        # The forward pass has put another tensor in its place, which may be the user's, as of a batch.
+        self.registry[self.name] = now = now.clone()
+        return now
 
 
 class RunningStatistics:
@@ -83,8 +86,11 @@ class RunningStatistics:
         both = zip(window, train_step, strict=True)
         self._window = [one if one.version == other.version else one._replace(version=-1) for one, other in both]
 
+    @torch.no_grad()
     def restore(self, flag: Tensor) -> None:
         """Restore the buffers where a flag is True, without reading it if it is on a device."""
+        if flag.is_cpu and not torch.is_nonzero(flag):
+            return
         changed = [(now, buffer.copy) for buffer in self._window if (now := buffer.changed()) is not None]
         _copy_where(flag, [now for now, _ in changed], [copy for _, copy in changed])
 

@@ -84,6 +84,31 @@ def test_all_micro_batches_of_a_skipped_step_leave_the_statistics(where, value, 
     assert_same(state, run("batch", kept, False, fused, step_of=lambda m, o: make_step(m, o, every=3))[0])
 
 
+class Latest(nn.Module):
+    """Keeps its latest input as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("latest", torch.zeros(8, 4))
+
+    def forward(self, x):
+        self.latest = x
+        return x
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_that_has_become_a_buffer_is_left_as_it_is(fused):
+    torch.manual_seed(0)
+    model = nn.Sequential(Latest(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
+    batches = batches_of(5, [3, 5])
+    recorder = train(make_step(model, optimizer), batches, monitor)
+    assert recorder.of("grad/skipped_count") == [0, 0, 1, 1, 2]
+    assert_same(batches, batches_of(5, [3, 5]))
+    assert_same(model[0].latest, batches[3][0])
+
+
 def test_two_steps_in_one_iteration():
     """The step of the second half is skipped; the forward pass of the first half stays."""
 
