@@ -294,13 +294,16 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     """Return True if the next step of an optimizer can be skipped by its ``found_inf``."""
     if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):  # a subclass may do more in its step
         return False
-    if not all(group.get("fused") for group in optimizer.param_groups):
-        return False
-    stepping = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-    # At its first step fused SGD takes momentum buffers into use even if it skips, and never fills them.
+    stepping: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        # A first step makes a state even if it skips, and fused SGD never fills momentum buffers that it has made so.
+        is_first = group.get("momentum") != 0 and not all(parameter in optimizer.state for parameter in parameters)
+        if is_first or not group.get("fused"):
+            return False
+        stepping += parameters
     # Fused kernels do not mix sharded parameters with a plain found_inf, and a copy of it to the CPU may come too late.
-    on_one_device = len({parameter.device for parameter in stepping}) <= 1
-    return on_one_device and all(parameter in optimizer.state for parameter in stepping) and not any_dtensor(stepping)
+    return len({parameter.device for parameter in stepping}) <= 1 and not any_dtensor(stepping)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

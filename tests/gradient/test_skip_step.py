@@ -18,6 +18,7 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
+from ignite_monitor.events.step_owner import skips_on_device
 from tests._helpers import Recorder, assert_same, make_step, mlp_batches, moves_of, mse_loss, train, training_state
 from tests._models import make_mlp
 from tests._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
@@ -271,3 +272,15 @@ def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attachi
         assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
     assert "gradient/0.weight/norm" in first[5]
     assert math.isnan(first[5].get("monitor/update_ratio_max", math.nan))
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("fused SGD", True), ("fused SGD momentum", False), ("fused AdamW", False)]
+)
+def test_steps_of_fused_optimizers_are_skipped_on_the_device_once_they_have_their_state(name, first):
+    """SGD without momentum has none."""
+    model, optimizer = build(name)
+    seen = []
+    engine = Engine(make_step(model, optimizer, before_step=lambda _: seen.append(skips_on_device(optimizer))))
+    engine.run(mlp_batches(3, []))
+    assert seen == [first, True, True]
