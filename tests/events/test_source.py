@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.events.gradient_tracker import GradientsReady
 from ignite_monitor.events.hooks import remove_all
-from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_step, make_trainer
+from tests._helpers import assert_same, footprint, grad_norm, hooks_only, make_batches, make_step, make_trainer
 from tests._models import make_model
 from tests._oracle import mean_of
 
@@ -688,3 +688,24 @@ def test_an_interrupt_while_a_monitor_is_attached_leaves_nothing(monkeypatch, pl
     monitor.attach(engine)
     engine.run(make_batches(2))
     assert monitor.metrics["grad/stepped"] == 1.0
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook"])
+def test_a_hook_of_a_forward_pass_that_detaches(kind, is_global):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(make_step(model, optimizer))
+    handle = GradMonitor(model, optimizer).attach(engine)
+
+    def hook(*_):
+        if engine.state.iteration == 2:
+            handle.remove()
+
+    place = torch.nn.modules.module if is_global else model
+    registered = getattr(place, f"register_{'module_' if is_global else ''}{kind}")(hook)
+    engine.run(make_batches(3))
+    registered.remove()
+    other = make_model()
+    Engine(make_step(other, torch.optim.SGD(other.parameters(), lr=0.1))).run(make_batches(3))
+    assert_same(model.state_dict(), other.state_dict())
