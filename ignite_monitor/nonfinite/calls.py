@@ -89,9 +89,9 @@ class ModelCalls(ModuleHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None, *output: Any) -> None:
         """Handle the start of a call, or the end of one, with its output."""
-        if not self._handles:  # removed by another hook of this call: torch calls it once more, without kwargs
-            return
         if torch.compiler.is_compiling() or module is not self._called:  # a shallow copy has the same hooks
+            return
+        if not self._handles:  # removed by another hook of this call: torch calls it once more, without kwargs
             return
         if output:
             call, self._running = self._running, None
