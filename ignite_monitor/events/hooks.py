@@ -23,9 +23,10 @@ def weak_method(method: Any) -> Callable[..., Any]:
 
 
 def remove_all(handles: list[Any]) -> None:
-    """Remove the handles, last first."""
+    """Remove the handles, last first; after an interrupt a further call removes the others."""
     while handles:
-        handles.pop().remove()
+        handles[-1].remove()
+        del handles[-1:]
 
 
 def register_first(register: Callable[[Any], Any], hook: Callable[..., Any], handles: list[Any]) -> None:

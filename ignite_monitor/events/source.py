@@ -102,7 +102,7 @@ class EventSource:
             for event, handler in self._own_handlers():
                 if engine.has_event_handler(handler, event):  # an interrupt may have come before it was added
                     engine.remove_event_handler(handler, event)
-            delattr(engine, self._ATTRIBUTE)
+            vars(engine).pop(self._ATTRIBUTE, None)  # an interrupt may have come after it was removed
 
     def is_awaited(self, event: MonitorEvents) -> bool:
         """Return True if monitors or the user's handlers listen to an event."""

@@ -82,7 +82,7 @@ class StepOwner:
             if self._undo is not None:
                 self._undo()
             self._last_hook = self._undo = None
-        if self._requests is not None:
+        if self._requests in self._running:  # else an interrupt has come between the two
             self._running.remove(self._requests)
         self._requests = None
         self._about: dict[int, OptimizerStep] = {}  # the step, by id of the model

@@ -117,12 +117,15 @@ class SetupCheck(Monitor):
         if self._evidence is not None and self._source is not None:
             # No event announces the steps of an optimizer that holds no parameter of the model.
             handles: list[Any] = []
-            self._hooks.callback(remove_all, handles)
-            register_first(
-                register_optimizer_step_post_hook, torch.compiler.disable(weak_method(self._on_step)), handles
-            )
-            self._note_calls(self._evidence.calls)
-            self._start_probe(self._source.trackers[id(self.model)])
+            with ExitStack() as undo:
+                undo.push(self._hooks)
+                self._hooks.callback(remove_all, handles)
+                register_first(
+                    register_optimizer_step_post_hook, torch.compiler.disable(weak_method(self._on_step)), handles
+                )
+                self._note_calls(self._evidence.calls)
+                self._start_probe(self._source.trackers[id(self.model)])
+                undo.pop_all()
         return [self._hooks]
 
     def _start_probe(self, tracker: GradientTracker) -> None:

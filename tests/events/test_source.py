@@ -709,3 +709,22 @@ def test_a_hook_of_a_forward_pass_that_detaches(kind, is_global):
     other = make_model()
     Engine(make_step(other, torch.optim.SGD(other.parameters(), lr=0.1))).run(make_batches(3))
     assert_same(model.state_dict(), other.state_dict())
+
+
+def test_handles_are_removed_after_an_interrupt():
+    class Handle:
+        is_interrupted = True
+
+        def remove(self):
+            if self.is_interrupted:
+                self.is_interrupted = False
+                raise KeyboardInterrupt
+            removed.append(self)
+
+    removed: list[Handle] = []
+    first, last = handles = [Handle(), Handle()]
+    first.is_interrupted = False
+    with pytest.raises(KeyboardInterrupt):
+        remove_all(handles)
+    remove_all(handles)
+    assert removed == [last, first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -727,3 +728,19 @@ def test_wrong_arguments():
     for wrong in ((model, None), (3, optimizer)):
         with pytest.raises(TypeError, match="Argument"):
             SetupCheck(*wrong)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_while_a_check_starts_leaves_no_hook(monkeypatch, error):
+    def raise_error(*_):
+        raise error("no memory")
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(make_step(model, optimizer))
+    before = footprint(engine, model, optimizer)["_global_optimizer_post_hooks"]
+    check = SetupCheck(model, optimizer)
+    monkeypatch.setattr(check, "_start_probe", raise_error)
+    with check.attach(engine), contextlib.suppress(error):
+        engine.run(make_batches(2))
+    assert footprint(engine, model, optimizer)["_global_optimizer_post_hooks"] == before
