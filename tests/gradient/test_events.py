@@ -34,7 +34,7 @@ def test_a_spike_is_in_the_state_while_its_handlers_run(own):
         reported.append(engine.state.spike)
 
     trainer.run(mlp_batches(6, spikes=[4]))
-    assert called == reported == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {}, None, None)]
+    assert called == reported == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {}, None)]
     assert reported[0].monitor is monitor
     assert (reported[0].name, reported[0].threshold, reported[0].culprits) == ("grad/norm", 50.0, {})
     assert getattr(trainer.state, "spike", None) == ("mine" if own else None)
