@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,7 @@ class HealthyCheckpoint(Checkpoint):
         self._training = TrainingState(to_save)
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
-        self._counts = deque[dict[str, Any]](maxlen=quiet + 1)  # of spikes by prefix, after the last iterations
+        self._counts: dict[int, dict[str, Any]] = {}  # numbers of spikes by prefix after each of the last iterations
         self._healthy = 0  # iteration of the newest healthy state, 0 if none is known
         self._copy: dict[str, Any] = {}  # this state, unless it is in a file
 
@@ -89,11 +88,16 @@ class HealthyCheckpoint(Checkpoint):
         if engine.last_event_name == Events.STARTED:
             self._counts.clear()
             self._healthy, self._copy = 0, {}
-        monitors = getattr(EventSource.on(engine), "monitors", []) if self.monitors is None else self.monitors
-        self._counts.append({it.prefix: it.counts()[0] for it in monitors if isinstance(it, CountingMonitor)})
+        self._count_spikes(engine)
         is_old = iteration % self.quiet == 0 and iteration - self._healthy > iteration / 10
         if is_old and self.score_function is None and not self._problem(engine):
             self._healthy, self._copy = iteration, clone(super()._setup_checkpoint(), on_host=True)
+
+    def _count_spikes(self, engine: Engine) -> None:
+        monitors = getattr(EventSource.on(engine), "monitors", []) if self.monitors is None else self.monitors
+        counts = {it.prefix: it.counts()[0] for it in monitors if isinstance(it, CountingMonitor)}
+        now = engine.state.iteration
+        self._counts = {at: self._counts[at] for at in self._counts if now - self.quiet <= at < now} | {now: counts}
 
     def _setup_checkpoint(self) -> dict[str, Any]:
         return self._copy or super()._setup_checkpoint()
@@ -106,6 +110,8 @@ class HealthyCheckpoint(Checkpoint):
             else:
                 _logger.warning("HealthyCheckpoint knows no trainer, and no spikes: call attach(trainer, event)")
         trainer = self._trainer()
+        if trainer is not None:  # it may call before _observe()
+            self._count_spikes(trainer)
         state, event = (trainer or engine).state, engine.last_event_name
         iteration = state.iteration
         if problem := self._problem(trainer):
@@ -124,7 +130,8 @@ class HealthyCheckpoint(Checkpoint):
 
     def _problem(self, trainer: Engine | None) -> str:
         """Return why training is not healthy, on any rank; synchronizes with the device."""
-        first, last = (self._counts[0], self._counts[-1]) if self._counts else ({}, {})
+        counts = [*self._counts.values()] or [{}]
+        first, last = counts[0], counts[-1]
         spikes = [prefix for prefix, count in last.items() if float(count) != float(first.get(prefix, 0.0))]
         problems = [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
         loss = None if trainer is None else loss_in(trainer.state.output)

@@ -96,8 +96,9 @@ def test_a_file_of_an_epoch_has_the_name_of_the_epoch():
     assert run.run(10, Events.EPOCH_COMPLETED, epochs=3) == [1, 2, 3]
 
 
-def test_spikes_are_those_of_the_run_and_without_attach_those_since_the_first_call():
-    run = Run({8: 1e4, 19: 1e4})
+@pytest.mark.parametrize("last", [19, 20])
+def test_spikes_are_those_of_the_run_and_without_attach_those_since_the_first_call(last):
+    run = Run({8: 1e4, last: 1e4})
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), run.checkpoint)
     run.trainer.run(torch.randn(20, 8, 4))
     assert run.saved == ["checkpoint_10.pt", "checkpoint_15.pt"]
