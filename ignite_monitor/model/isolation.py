@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from traceback import walk_tb
 from types import CellType
@@ -140,32 +141,35 @@ def preserved_rng_state(
             set_generator_state(item, saved)
 
 
-def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> list[Any]:
-    """Generators of torch, Python and NumPy that a model may use, and those named.
+def generators_of(model: nn.Module, named: Iterable[Any] = (), function: Any = None) -> list[Any]:
+    """Generators of torch, Python and NumPy that a model and a function may use, and those named.
 
-    These are attributes of modules and of their classes, members of such containers, and globals of the files in which
-    the classes are.
+    These are attributes of modules and of their classes, what the function holds, members of such containers, and
+    globals of the files in which the function and the classes are.
     """
     modules = list(model.modules())
     classes = dict.fromkeys(chain(*[kind.__mro__ for kind in dict.fromkeys(map(type, modules))]))
     searched = [kind for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
     files = dict.fromkeys(kind.__module__ for kind in searched if kind.__module__ in sys.modules)
-    attributes = [*named, *chain(*[[*vars(item).values()] for item in (*modules, *searched)])]
-    return _generators_among(attributes, [*chain(*[[*vars(sys.modules[file]).values()] for file in files])])
-
-
-def generators_used_by(function: Any) -> list[Any]:
-    """Generators in the closure and the globals of a function."""
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    return _generators_among(cells, [*getattr(function, "__globals__", {}).values()])
-
-
-def _generators_among(values: list[Any], global_values: list[Any]) -> list[Any]:
-    """Generators among values, the members of their containers, and globals, each once."""
+    held, global_values = _held_by(function)
+    values = [*named, *held, *chain(*[vars(item).values() for item in (*modules, *searched)])]
     containers = filter(None, _instances(values, _CONTAINERS))
-    members = [[*(item.values() if isinstance(item, dict) else item)] for item in containers]
-    generators = _instances([*values, *chain(*members), *global_values], generator_kinds())
-    return list({id(item): item for item in generators}.values())
+    values += chain(*[[*(item.values() if isinstance(item, dict) else item)] for item in containers])
+    values += [*global_values, *chain(*[vars(sys.modules[file]).values() for file in files])]
+    return list({id(item): item for item in _instances(values, generator_kinds())}.values())
+
+
+def _held_by(function: Any) -> tuple[list[Any], list[Any]]:
+    """What is in a function's closure, object and partial arguments, with their attributes; and its globals."""
+    holders: list[Any] = []
+    while isinstance(function, partial):
+        holders += [*function.args, *function.keywords.values()]
+        function = function.func
+    code = function if hasattr(function, "__globals__") else type(function).__call__
+    cells = [cell.cell_contents for cell in getattr(code, "__closure__", None) or () if cell != CellType()]
+    holders += [getattr(function, "__self__", function), *cells]
+    attributes = chain(*[[*getattr(holder, "__dict__", {}).values()] for holder in holders])
+    return [*holders, *attributes], [*getattr(code, "__globals__", {}).values()]
 
 
 def _instances(values: list[Any], kinds: tuple[type, ...]) -> list[Any]:

@@ -14,13 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.model._torch import buffers_in, known_forward_hooks, parameters_in, remove_hooks
 from ignite_monitor.model.forward import before_forward
-from ignite_monitor.model.isolation import (
-    generators_of,
-    generators_used_by,
-    in_second_pass,
-    isolated_pass,
-    preserved_rng_state,
-)
+from ignite_monitor.model.isolation import generators_of, in_second_pass, isolated_pass, preserved_rng_state
 from ignite_monitor.model.modes import eager, without_dispatch_modes, without_saved_tensors_hooks
 from ignite_monitor.model.names import modules_by_name, unwrapped
 from ignite_monitor.monitor.arguments import check_generators
@@ -191,7 +185,7 @@ def separate_copy(model: nn.Module, generators: Iterable[Any]) -> nn.Module:
 @contextlib.contextmanager
 def isolated_copy(model: nn.Module, loss: Callable[..., Any], generators: Iterable[Any]) -> Iterator[nn.Module]:
     """A copy of a model, on which a loss of the user's is evaluated and differentiated apart from the training run."""
-    shared = [*generators, *generators_used_by(loss)]
+    shared = generators_of(model, generators, loss)
     separate = separate_copy(model, shared)
     isolated = isolated_pass(separate, generators_of(separate, shared))
     with isolated, forbid_calls_to(model, separate), eager(), torch.enable_grad():

@@ -13,13 +13,7 @@ from ignite_monitor.keys import REPLAY
 from ignite_monitor.model._torch import version
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.hashes import hashes_of
-from ignite_monitor.model.isolation import (
-    capture_rng_state,
-    generator_state,
-    generators_of,
-    generators_used_by,
-    is_from_signal_handler,
-)
+from ignite_monitor.model.isolation import capture_rng_state, generator_state, generators_of, is_from_signal_handler
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import listed, named_parameters, unwrapped
 from ignite_monitor.model.tensors import bits_of
@@ -122,8 +116,9 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         if not status:
             self._same_count += 1
             return ""
-        names = listed([name for name, flag in differing.items() if flag], _NAMED) or "on another rank"
-        text = f"two passes gave different gradients: {names}. {_describe_state(first, second)}. "
+        names = [name for name, flag in differing.items() if flag]
+        place = f"{listed(names, _NAMED)}. {_describe_state(first, second)}" if names else "on another rank"
+        text = f"two passes gave different gradients: {place}. "
         text += f"{self._same_count} earlier pairs of this run were equal"
         if self._same_count < _MIN_SAME:
             return f"{text}, too few to tell a fault from a nondeterministic operation or a loss that keeps state"
@@ -140,7 +135,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             trainable = {name: item for name, item in parameters.items() if item.requires_grad}
             gradients = torch.autograd.grad(loss, [*trainable.values()], allow_unused=True)
             state = {f"buffer {name}": item for name, item in model.named_buffers() if has_local_data(item)}
-            generators = generators_of(model, [*self._generators, *generators_used_by(self.loss)])
+            generators = generators_of(model, self._generators, self.loss)
             states = (rng_state := capture_rng_state()) | rng_state.pop("devices")
             states |= {f"{i} of the model or loss": generator_state(item) for i, item in enumerate(generators, 1)}
         reached = {name: item for name, item in zip(trainable, gradients, strict=True) if item is not None}

@@ -21,6 +21,7 @@ FAULT = 5  # iteration, after four equal pairs of passes
 def replayed(wrap, rank: int, is_watched: bool = True, fault: str = "") -> dict[str, Any]:
     """Train with two micro-batches; the second rank's second pass in one iteration has a fault."""
     calls: list[Any] = []
+    checks: list[Any] = []
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         calls.append(batch)
@@ -30,14 +31,15 @@ def replayed(wrap, rank: int, is_watched: bool = True, fault: str = "") -> dict[
         return mse_loss(model, batch) * (1.001 if is_faulty and fault else 1.0)
 
     def monitors(model, optimizer):
-        handlers = [ReplayCheckHandler(model, loss=loss)] if is_watched else []
-        return [*handlers, lambda engine: torch.manual_seed(rank)]
+        checks.extend([ReplayCheckHandler(model, loss=loss)] if is_watched else [])
+        return [*checks, lambda engine: torch.manual_seed(rank)]
 
     def step(model, optimizer):
         return make_step(model, optimizer, 2, reduce_last=not getattr(model, "static_graph", False))
 
     run = train(make_model, wrap, rank, make_batches(6), monitors, optimizer=adamw, step=step)
-    return {"rows": run.rows, "weights": dict(run.model.state_dict()), "random": torch.rand(3)}
+    texts = [report.text for check in checks for report in check.reports]
+    return {"rows": run.rows, "weights": dict(run.model.state_dict()), "random": torch.rand(3), "texts": texts}
 
 
 def adamw(model):
@@ -88,6 +90,12 @@ def test_a_fault_or_an_error_on_one_rank_is_one_on_both(results, fault, after):
     for result, alone in zip(results(f"ddp, {fault}"), results("ddp, alone"), strict=True):
         assert result["rows"] == [{KEY: 1.0}] * (FAULT - 1) + after
         assert_same(result["weights"], alone["weights"])
+
+
+def test_a_rank_without_a_difference_says_nothing_of_its_passes(results):
+    (first,), (second,) = (result["texts"] for result in results("ddp, bit"))
+    assert first.startswith(f"two passes gave different gradients: on another rank. {FAULT - 1} earlier pairs")
+    assert "They left parameters, buffers and known generators the same" in second
 
 
 def test_a_drift_is_detected_on_both_ranks_alike(results):

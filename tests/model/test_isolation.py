@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import random
 
@@ -89,6 +90,36 @@ class Drawing(nn.Module):
         self.calls = self.calls.clone()
         self.inner.eval()
         return values
+
+
+class Loss:
+    """A function, and a method, with a generator among the object's attributes."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __call__(self, model, batch, generator=None):
+        raise NotImplementedError
+
+    def method(self, model, batch):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda loss: loss,
+        lambda loss: loss.method,
+        lambda loss: functools.partial(loss),
+        lambda loss: functools.partial(lambda model, batch, generator: None, generator=loss.generator),
+        lambda loss: functools.partial(functools.partial(lambda held, model, batch: None, loss)),
+        lambda loss: lambda model, batch: loss(model, batch),
+    ],
+)
+def test_generators_of_functions_of_all_kinds_are_found(function):
+    loss = Loss()
+    found = generators_of(nn.Linear(1, 1), (), function(loss))
+    assert {*map(id, found)} == {id(loss.generator), id(GLOBAL)}  # each once, and that of this file
 
 
 def test_an_isolated_pass_restores_generators_buffers_and_flags():

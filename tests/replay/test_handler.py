@@ -301,7 +301,7 @@ GRADIENTS = "two passes gave different gradients: norm.weight, norm.bias, head.w
 SEEN = {
     shift_inputs: f"{GRADIENTS}changed no parameter, and left different states of buffer norm.running_mean. 0 earlier",
     draw_more: f"{GRADIENTS}changed no parameter, and left different states of generator torch, generator numpy, "
-    "generator 2 of the model or loss. 0 earlier",
+    "generator 1 of the model or loss. 0 earlier",
     scale_loss: f"{GRADIENTS}left parameters, buffers and known generators the same: state that they keep is outside",
     change_weight: f"{GRADIENTS}changed parameter head.weight, and left different states of no buffer or generator. 0",
     change_buffer: "the loss can't be evaluated twice: RuntimeError: it changes the model that trains, in scale",
