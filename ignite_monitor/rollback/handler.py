@@ -136,9 +136,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         super().load_state_dict(state_dict)
         loaded = {name: shared(dict(state_dict[name])) for name in self._parts}
         count, discarded_count = state_dict["counts"]
-        states = [it["state"] for it in (*loaded["snapshots"]["all"], loaded["snapshots"]["resumable"]) if it]
         if any(loaded[name].keys() != public(part).keys() for name, part in self._parts.items()):
             raise ValueError(f"Argument state_dict should hold states of {[*self._parts]}, but it does not")
+        states = [it["state"] for it in (*loaded["snapshots"]["all"], loaded["snapshots"]["resumable"]) if it]
         if any(state.keys() != (expected := self._training.objects.keys()) for state in states):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*expected]}, but it does not")
         for name, part in self._parts.items():

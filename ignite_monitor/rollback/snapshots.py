@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -104,15 +105,18 @@ class TrainingState:
             parameter.grad = None
 
     def layout(self) -> list[Any]:
-        """Names, identities and shapes of all parameters."""
+        """Names, identities, shapes and dtypes of all parameters."""
         named = chain(*(module.named_parameters() for module in self.modules))
-        return [(name, id(parameter), parameter.shape) for name, parameter in named]
+        return [(name, id(parameter), *_kind(parameter)) for name, parameter in named]
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if a state has parameters of the same names and shapes."""
+        """Return True if a state has parameters of the same names, shapes and dtypes."""
         modules = [(state[name], obj) for name, obj in self.objects.items() if isinstance(obj, nn.Module)]
         named = [(saved.get(path), item) for saved, obj in modules for path, item in obj.named_parameters()]
-        return all(getattr(tensor, "shape", None) == parameter.shape for tensor, parameter in named)
+        return all(tensor is not None and _kind(tensor) == _kind(parameter) for tensor, parameter in named)
+
+
+_kind = attrgetter("shape", "dtype")
 
 
 def public(obj: object) -> dict[str, Any]:

@@ -659,6 +659,7 @@ def state_with_snapshots():
         lambda state: state["snapshots"].update(resumable={"state": {"model": {}}}),
         lambda state: state["snapshots"]["all"][0]["state"].update(other={}),
         lambda state: state["policy"].pop("phase"),
+        lambda state: state["snapshots"].pop("all"),
         lambda state: state["loss"].update(more=1.0),
         lambda state: state.update(counts=[1, 2, 3]),
         lambda state: state.update(triggers=None),
@@ -679,6 +680,7 @@ def test_a_refused_state_changes_nothing(spoil):
     [
         lambda weights: weights.pop("0.weight"),
         lambda weights: weights.update({"0.weight": torch.ones(3, 3)}),
+        lambda weights: weights.update({"0.weight": weights["0.weight"].double()}),
     ],
 )
 def test_saved_snapshots_of_other_parameters_are_dropped(spoil, caplog):
