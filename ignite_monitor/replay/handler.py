@@ -38,9 +38,9 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     Before a monitored train step, each pass runs on a copy of the model of its own, with the batch and the RNG state of
     the train step. ``loss`` must depend on its arguments and random numbers only, and change nothing else.
 
-    After a pass that raises an error, or that changes the model that trains, the handler is off for the rest of the
-    run, and reports why; so it is after a difference before three equal pairs of passes. The report of a difference
-    names the parameters, buffers and generators that the passes changed or left different. Attach it on all ranks.
+    After a difference, and after a pass that raises an error or changes the model that trains, the handler is off for
+    the rest of the run, and reports why. The report of a difference names the parameters, buffers and generators that
+    the passes changed or left different. Attach it on all ranks.
 
     {keys}
 
@@ -122,7 +122,8 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         text += f"{self._same_count} earlier pairs of this run were equal"
         if self._same_count < _MIN_SAME:
             return f"{text}, too few to tell a fault from a nondeterministic operation or a loss that keeps state"
-        text += ": unless the loss keeps state, test the machine for a hardware fault"
+        self.is_finished = True
+        text += ": unless the loss keeps state, test the machine for a hardware fault; off for the rest of the run"
         self.report("gradients_differ", text, severity="problem", once=False)
         return ""
 
