@@ -30,7 +30,7 @@ def remove_all(handles: list[Any]) -> None:
 
 
 def register_first(register: Callable[[Any], Any], hook: Callable[..., Any], handles: list[Any]) -> None:
-    """Register a hook of optimizers before the user's, of which the last in line may remove itself."""
+    """Register a hook of optimizers before those of the user: the last in line may remove itself."""
     handles.append(register(hook))
     handles[-1].hooks_dict_ref().move_to_end(handles[-1].id, last=False)
 

@@ -261,7 +261,7 @@ class _Undo:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _Undo:
-        """That of the step that starts, of which monitors of another engine may have made one."""
+        """Return that of the step that starts; monitors of another engine may have made it."""
         return vars(optimizer).get(AFTER_STEP) or cls(optimizer)
 
     def take_gradients(self) -> None:

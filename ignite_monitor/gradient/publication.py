@@ -24,7 +24,7 @@ _RECURRING = (
 
 @dataclass
 class IterationState:
-    """What a monitor knows of the gradients of one iteration, and publishes; tensors may be on a device."""
+    """State and publication of the gradients of one iteration; tensors may be on a device."""
 
     number: int = -1
     seen: bool = False  # whether there was a gradient

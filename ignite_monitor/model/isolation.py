@@ -160,7 +160,7 @@ def generators_of(model: nn.Module, named: Iterable[Any] = (), function: Any = N
 
 
 def _held_by(function: Any) -> tuple[list[Any], list[Any]]:
-    """What is in a function's closure, object and partial arguments, with their attributes; and its globals."""
+    """The values in a function's closure, object and partial arguments, with their attributes; and its globals."""
     holders: list[Any] = []
     while isinstance(function, partial):
         holders += [*function.args, *function.keywords.values()]

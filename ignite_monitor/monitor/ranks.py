@@ -221,7 +221,7 @@ class RankReduction:
     """Sum or maximum over ranks of rows that not every rank has.
 
     The ranks exchange the names of their rows in the calls 1, 2, 4 and 8 and in every 16th. Until then the rows of new
-    names are left out, and no rank waits for one that has others. Missing rows count as 0 and minus infinity.
+    names are not included, and no rank waits for one that has others. Missing rows count as 0 and minus infinity.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -277,5 +277,5 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         return [monitor for monitor in attached if isinstance(monitor, CountingMonitor)]
 
     def _thresholds(self) -> dict[str, CountingMonitor | LossThreshold]:
-        """What has a threshold, by prefix; "" for the loss."""
+        """The owners of thresholds, by prefix; "" for the loss."""
         return {"": self._loss_threshold} | {monitor.prefix: monitor for monitor in self._monitors()}
