@@ -13,8 +13,8 @@ COLUMNS = ("parameters", "published", "compared", "heads")
 ABOUT = """# Real models and train steps
 
 `make compatibility` trains {models} models of torchvision, timm, transformers, diffusers, peft and
-torch_geometric with tiny configurations for four iterations of two micro-batches each, with the monitors of this table
-on one engine, and once more without.
+torch_geometric with tiny configurations, for four iterations of two micro-batches each. Each is trained with the
+monitors of this table on one engine, and once more without.
 Weights, buffers, gradients, optimizer state, losses and RNG state are bitwise the same on all models.
 
 | monitor | also asserted on all models |
