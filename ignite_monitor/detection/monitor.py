@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_function
-from ignite_monitor.detection.thresholds import loaded
+from ignite_monitor.detection.state import Statistics, load_all, loaded
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase, Spike, exposed_spike
 from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import move_like, wide_dtype
@@ -35,7 +35,7 @@ def count(counts: list[Tensor], value: Tensor, *flags: Tensor) -> None:
 class CountingMonitor(Monitor):
     """Has a threshold: handlers that react to spikes read its counts, and may reset it."""
 
-    _detector: Any  # owns the statistics: reset_threshold(), state_dict(), load_state_dict()
+    _statistics: dict[str, Statistics]  # of the threshold, by their names in the state
 
     def __init__(self, model: nn.Module, prefix: str, group: Group = None) -> None:
         super().__init__(model, prefix, group=group)
@@ -47,12 +47,12 @@ class CountingMonitor(Monitor):
 
     def reset_threshold(self) -> None:
         """Reset the running statistics of the threshold; counts are kept."""
-        self._detector.reset_threshold()
+        for part in self._statistics.values():
+            part.reset_threshold()
 
     def threshold_state(self) -> dict[str, Any]:
         """Return the running statistics of the threshold."""
-        state: dict[str, Any] = self._detector.state_dict()
-        return state
+        return {name: part.state_dict() for name, part in self._statistics.items()}
 
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
         """Continue from earlier statistics of the threshold; an error changes nothing. Counts are kept.
@@ -60,7 +60,7 @@ class CountingMonitor(Monitor):
         Args:
             state: what :meth:`threshold_state` returned.
         """
-        self._detector.load_state_dict(state)
+        load_all(self._statistics, state)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         return OrderedDict(self.threshold_state(), counts=self.counts())
@@ -68,7 +68,7 @@ class CountingMonitor(Monitor):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         counts = loaded({"counts": self.counts()}, {"counts": state_dict["counts"]})["counts"]
-        self.restore_threshold({name: value for name, value in state_dict.items() if name != "counts"})
+        self.restore_threshold(state_dict)
         self._counts[:] = counts.clone().unbind()
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_real
-from ignite_monitor.detection.thresholds import NEGLIGIBLE, State, ThresholdRule
+from ignite_monitor.detection.state import State
+from ignite_monitor.detection.thresholds import NEGLIGIBLE, ThresholdRule
 
 
 class RobustThreshold(ThresholdRule):
@@ -43,8 +44,7 @@ class RobustThreshold(ThresholdRule):
         self.least = check_real("least", least, above=0.0)
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
 
-    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        state = self.state
+    def limit(self, state: State, mean: Tensor, std: Tensor) -> Tensor:
         spread = (state["upper"] / state["weight"]) ** (1 / 3)
         limit = torch.maximum(torch.add(mean, spread, alpha=self.k), max(self.least, 1.0) * mean)
         return limit.masked_fill(limit <= torch.add(mean, mean.abs(), alpha=NEGLIGIBLE), math.nan)
@@ -52,8 +52,8 @@ class RobustThreshold(ThresholdRule):
     def empty(self) -> State:
         return super().empty() | {"upper": torch.zeros((), dtype=torch.float64, device="cpu")}
 
-    def entry(self, limit: Tensor) -> Tensor:
-        return torch.lerp(limit, self.state["mean"], 0.5)
+    def entry(self, state: State, limit: Tensor) -> Tensor:
+        return torch.lerp(limit, state["mean"], 0.5)
 
     def include(self, state: State, value: Tensor) -> State:
         delta = value - state["mean"]

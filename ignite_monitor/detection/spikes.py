@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.detection.robust import RobustThreshold
-from ignite_monitor.detection.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule, loaded
-from ignite_monitor.model.devices import move, move_like
+from ignite_monitor.detection.state import Statistics
+from ignite_monitor.detection.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule
 
 
 class Detection(NamedTuple):
@@ -29,17 +28,17 @@ class Detection(NamedTuple):
     threshold_reset: Tensor  # whether it resets the rule
 
 
-class SpikeDetector:
-    """Detects spikes by a threshold rule, and updates the rule with the other values.
+class SpikeDetector(Statistics):
+    """Detects spikes by a threshold rule, and updates its statistics with the other values.
 
     - A value is a spike if it exceeds the rule's threshold, or is not finite.
     - Of consecutive spikes only the first updates the statistics, clipped to the threshold. Non-finite values, and
       those equal to ``ignored``, update nothing.
     - A count rises by 1 at each finite spike and falls by 1/4 at each other value, not below 0. When it reaches
-      ``max_consecutive_spikes`` a regime change is assumed: the rule is reset, and starts with this value. A rule with
-      a shorter warm-up than that, or than 10, pauses until a value falls below its threshold.
+      ``max_consecutive_spikes`` a regime change is assumed: the statistics are reset, and start with this value. A rule
+      with a shorter warm-up than that, or than 10, pauses until a value falls below its threshold.
 
-    Nothing is read on the host. Tensors are 0-dim, or have the shape of several values compared side by side.
+    Nothing is read on the host. Tensors have the shape of the values that are compared side by side, 0-dim by default.
     A non-finite value is no spike if a GradScaler handles it; ``ignored`` is 0 for norms, and NaN for no value.
     """
 
@@ -49,6 +48,7 @@ class SpikeDetector:
         self,
         rule: ThresholdRule,
         *,
+        shape: tuple[int, ...] = (),
         max_consecutive_spikes: int = 10,
         overflow_is_spike: bool = True,
         ignored: float = 0.0,
@@ -60,93 +60,64 @@ class SpikeDetector:
         # No threshold of a norm is 0 or less, and those of these rules never are.
         self._masks = ignored == 0.0 and type(rule) not in (MeanStdThreshold, RobustThreshold, StaticThreshold)
         self._suspends = rule.warmup < max(self.max_consecutive_spikes, 10)
-        self._state: dict[str, Tensor] = {}  # the count, and two flags: of the value before, and of the pause
-        self.reset_threshold()
+        self.start(shape)
+
+    def start(self, shape: tuple[int, ...]) -> None:
+        """Begin anew with values of a shape."""
+        zeros = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        initial = {name: value.expand(shape) for name, value in self.rule.empty().items()}
+        self._rule_names = tuple(initial)
+        # The count, and two flags: the value before was a spike that did not reset; the rule pauses.
+        names = ("spike_score", "after_spike", "awaits_normal_value")[: 2 + self._suspends]
+        super().__init__(initial | dict.fromkeys(names, zeros))
 
     def detect(self, value: Tensor, normalized: Tensor | None = None) -> Detection:
         """Compare a value, or a normalized one in its place, with the threshold; updates nothing."""
         normalized = value if normalized is None else normalized
-        score = self._state["spike_score"]
-        if value.device != score.device or value.dtype != score.dtype or value.shape != score.shape:
-            self.to(value)
-            score = self._state["spike_score"]
-        rule_threshold, mean, std = self.rule.statistics()
+        self.move_like(value)
+        state = self.named(self.rows)
+        count = state["count"]
+        known = self.named(self.rows.masked_fill(count < 1, math.nan))
+        mean, std = known["mean"], (known["spread"] / (known["weight"] - 1.0)).sqrt()
+        limit = self.rule.limit(state, mean, std)
+        limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
+        limit = limit.masked_fill(count < self.rule.warmup, math.nan)
         if self._masks:
-            rule_threshold = rule_threshold.masked_fill(rule_threshold <= 0.0, math.nan)
-        threshold = rule_threshold
-        if self._suspends:
-            threshold = threshold.masked_fill(self._state["awaits_normal_value"], math.nan)
+            limit = limit.masked_fill(limit <= 0.0, math.nan)
+        threshold = limit.masked_fill(state["awaits_normal_value"] > 0, math.nan) if self._suspends else limit
         comparable = normalized.nan_to_num(nan=self.ignored, posinf=self.ignored, neginf=-math.inf)
         nonfinite = comparable != normalized
         above = comparable > threshold
         spike = above | nonfinite if self.overflow_is_spike else above
-        reset = above & (score >= self.max_consecutive_spikes - 1)
-        return Detection(value, comparable, threshold, rule_threshold, mean, std, spike, nonfinite, above, reset)
+        reset = above & (state["spike_score"] >= self.max_consecutive_spikes - 1)
+        return Detection(value, comparable, threshold, limit, mean, std, spike, nonfinite, above, reset)
 
     @property
     def was_normal(self) -> Tensor:
         """True if the value before was no spike, or the first one of another level."""
-        return self._state["was_normal"]
+        return self.named(self.rows)["after_spike"] == 0
 
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
-        """Update the statistics with a detection, if a 0-dim bool tensor is True; None for True."""
-        state, value, above, reset = self._state, detection.comparable, detection.above, detection.threshold_reset
+        """Update the statistics with a detection, if a bool tensor is True; None for True."""
+        value, reset = detection.comparable, detection.threshold_reset
         counted = value != self.ignored
-        if when is not None:
-            counted, above, reset = counted & when, above & when, reset & when
-        is_normal = ~above | reset  # or the first value of another level
-        entry = torch.where(is_normal, value, self.rule.entry(detection.rule_threshold))
-        updates = torch.where(is_normal, counted, state["was_normal"])
+        raised = detection.above.masked_fill(reset, False)  # else it is normal, or the first value of another level
+        rows = torch.where(reset, self._initial, self.rows)
+        state = self.named(rows)
+        entry = torch.where(raised, self.rule.entry(state, detection.rule_threshold), value)
+        updates = torch.where(raised, state["after_spike"] == 0, counted)
         if entry.is_cpu or entry.dtype != torch.float64:  # elsewhere only float64 models could exceed it
             updates = updates & (entry <= largest_usable(entry))
-        self.rule.observe(entry, updates, reset)
+        after = self.rule.include(state, entry)
+        statistics = torch.stack([after[name] for name in self._rule_names])
         score = torch.add(state["spike_score"], counted, alpha=-self._DECREASE)
-        score = torch.add(score, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
-        was_normal = is_normal if when is None else torch.where(when, is_normal, state["was_normal"])
-        self._state = {"spike_score": score.masked_fill(reset, 0.0), "was_normal": was_normal}
+        score = torch.add(score, raised, alpha=1.0 + self._DECREASE).clamp(min=0.0)
+        parts = [torch.where(updates, statistics, rows[: len(statistics)]), score[None], raised[None]]
         if self._suspends:
             is_within = counted & (value <= detection.rule_threshold)
-            self._state["awaits_normal_value"] = (state["awaits_normal_value"] & ~is_within) | reset
-
-    def reset_threshold(self) -> None:
-        """Discard all earlier values."""
-        self.rule.reset()
-        score = torch.zeros_like(self.rule.state["count"])
-        self._state = {"spike_score": score, "was_normal": score == 0}
-        if self._suspends:
-            self._state["awaits_normal_value"] = score > 0
-
-    def snapshot(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the state for :meth:`restore`; its tensors are never changed in place."""
-        return self.rule._rows, self._state
-
-    def restore(self, earlier: tuple[Tensor, dict[str, Tensor]], when: Tensor | None = None) -> None:
-        """Return to an earlier state, if a 0-dim bool tensor is True; None for True."""
-        rows, state = earlier
-        if when is not None:
-            rows = torch.where(when, rows, self.rule._rows)
-            state = {name: torch.where(when, value, self._state[name]) for name, value in state.items()}
-        self.rule._rows, self._state = rows, state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors and a dict of tensors."""
-        return {name: value.clone() for name, value in self._state.items()} | {"rule": self.rule.state_dict()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a ValueError if it is of another kind, and nothing has changed then."""
-        parts = dict(state_dict) if isinstance(state_dict, Mapping) else {}
-        rule = parts.pop("rule", None)
-        values = loaded(self._state, parts)
-        self.rule.load_state_dict(rule)
-        self._state = values
-
-    def to(self, reference: Tensor) -> None:
-        """Move the state to the device, dtype and shape of a tensor."""
-        self.rule.to(reference)
-        self._state = dict(self._state)  # snapshots keep the former one
-        for name, value in self._state.items():
-            moved = move(value, reference.device) if value.dtype == torch.bool else move_like(value, reference)
-            self._state[name] = moved.expand(reference.shape)
+            parts.append((((state["awaits_normal_value"] > 0) & ~is_within) | reset)[None])
+        rows = torch.cat(parts)
+        self.rows = rows if when is None else torch.where(when, rows, self.rows)
 
 
 def largest_usable(value: Tensor) -> float:

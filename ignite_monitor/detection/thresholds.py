@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, cast
 
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_function, check_real
+from ignite_monitor.detection.state import State
 from ignite_monitor.model._torch import foreach_add, foreach_mul
-from ignite_monitor.model.devices import move_like
-
-State = dict[str, Tensor]
 
 _MOMENTS = ("count", "weight", "mean", "spread")
 
@@ -23,24 +20,16 @@ NEGLIGIBLE = 1e-6
 """A standard deviation below this times the mean is rounding: in float32 norms have a relative error of about 1e-7."""
 
 
-def loaded(current: State, saved: Any) -> State:
-    """Convert saved numbers to devices and dtypes of others; a ValueError if names or shapes differ from theirs."""
-    given = {name: torch.as_tensor(value) for name, value in saved.items()} if isinstance(saved, Mapping) else {}
-    current_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (current, given))
-    if shapes != current_shapes:
-        raise ValueError(
-            f"Argument state_dict should hold {current_shapes}, but given {shapes}: was it saved with another "
-            "threshold rule?"
-        )
-    return {name: move_like(given[name], value) for name, value in current.items()}
-
-
 class ThresholdRule:
-    r"""Base class of threshold rules: running moments, warm-up, and a state for checkpoints.
+    r"""Base class of threshold rules: pure functions of the statistics of earlier values, a dict of tensors.
 
-    A subclass overrides :meth:`__call__`; one that needs more than the moments also extends :meth:`empty` and
-    :meth:`include`. All numbers are 0-dim tensors on the device of the values, or vectors if many values are followed
+    A rule holds its settings alone, so monitors may share it. A subclass overrides :meth:`__call__`; one that needs
+    more than the moments also extends :meth:`empty` and :meth:`include`, and may override :meth:`limit` and
+    :meth:`entry`. All numbers are 0-dim tensors on the device of the values, or vectors if many values are followed
     side by side, and nothing reads them on the host.
+
+    The statistics are ``count`` n, ``weight`` :math:`\sum w_i`, ``mean`` :math:`\mu`, ``spread``
+    :math:`\frac{1 + d}{2} \sum w_i (x_i - \mu)^2`, and those of a subclass.
 
     The moments weigh the i-th of n values by :math:`w_i = d^{\,n-i}` with the decay d (Welford 1962, in the weighted
     form of D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979). The divisor
@@ -58,19 +47,6 @@ class ThresholdRule:
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
-        empty = self.empty()
-        self._names = tuple(empty)
-        # One row for each name, so that one operation selects all of them.
-        self._rows = self._initial = torch.stack([value.to(torch.float64) for value in empty.values()])
-
-    @property
-    def state(self) -> State:
-        r"""The statistics by name.
-
-        ``count`` n, ``weight`` :math:`\sum w_i`, ``mean`` :math:`\mu`, ``spread``
-        :math:`\frac{1 + d}{2} \sum w_i (x_i - \mu)^2`, and those of a subclass.
-        """
-        return dict(zip(self._names, self._rows.unbind(), strict=True))
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
         """Compute the largest value that is no spike; NaN or inf for no threshold, and of a norm also 0 and less.
@@ -82,15 +58,25 @@ class ThresholdRule:
         """
         return math.nan
 
+    def limit(self, state: State, mean: Tensor, std: Tensor) -> Tensor | float:
+        """Compute the largest value that is no spike from all statistics; that of :meth:`__call__` by default.
+
+        Args:
+            state: the statistics, as :meth:`include` returned them.
+            mean: weighted mean of the earlier values; NaN before the first.
+            std: their weighted sample standard deviation; NaN before the second.
+        """
+        return self(mean, std, state["count"])
+
     def empty(self) -> State:
-        """Create the state before the first value: name -> 0-dim float64 tensor on the CPU."""
+        """Create the statistics before the first value: name -> 0-dim float64 tensor on the CPU."""
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, as new tensors.
+        """Return the statistics after one more value, as new tensors.
 
         Args:
-            state: the state before the value.
+            state: the statistics before the value.
             value: the value, 0-dim.
         """
         return self._moments(state, value, value - state["mean"])
@@ -104,63 +90,14 @@ class ThresholdRule:
         spread = torch.addcmul(spread, delta, value - mean, value=(1.0 + self.decay) / 2.0)
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
-    def entry(self, limit: Tensor) -> Tensor:
+    def entry(self, state: State, limit: Tensor) -> Tensor:
         """Return the value that updates the statistics in place of a spike.
 
         Args:
+            state: the statistics before the spike.
             limit: the threshold that the spike exceeds, 0-dim; returned by default.
         """
         return limit
-
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return threshold, mean and sample standard deviation; NaN while there is none."""
-        count = self.state["count"]
-        known = dict(zip(self._names, self._rows.masked_fill(count < 1, math.nan).unbind(), strict=True))
-        mean, std = known["mean"], (known["spread"] / (known["weight"] - 1.0)).sqrt()
-        limit = self(mean, std, count)
-        limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
-        return limit.masked_fill(count < self.warmup, math.nan), mean, std
-
-    def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
-        """Update the statistics with one value.
-
-        Args:
-            value: the value, 0-dim; if it is used, its powers are finite.
-            when: 0-dim bool: do so only if it is True; None for True.
-            reset: 0-dim bool: discard all earlier values first; None for False.
-        """
-        rows = self._rows if reset is None else torch.where(reset, self._initial, self._rows)
-        after = self.include(dict(zip(self._names, rows.unbind(), strict=True)), value)
-        new = torch.stack([after[name] for name in self._names])
-        self._rows = new if when is None else torch.where(when, new, rows)
-
-    def reset(self) -> None:
-        """Discard all values."""
-        self._rows = self._initial.expand_as(self._rows)
-
-    def to(self, reference: Tensor) -> None:
-        """Move the state to another device.
-
-        Args:
-            reference: tensor of the device and dtype, and if the state is 0-dim, of the shape.
-        """
-        self._initial, rows = move_like(self._initial, reference), move_like(self._rows, reference)
-        if rows.ndim == 1:
-            self._initial = self._initial.view(-1, *[1] * reference.ndim)
-            rows = rows.view(self._initial.shape)
-        self._rows = rows.expand(-1, *reference.shape)
-
-    def state_dict(self) -> State:
-        """Return the state, name -> tensor."""
-        return dict(zip(self._names, self._rows.clone().unbind(), strict=True))
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state; a ValueError if its names or shapes differ from those of this rule.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a rule of the same kind.
-        """
-        self._rows = torch.stack([*loaded(self.state, state_dict).values()])
 
 
 class MeanStdThreshold(ThresholdRule):
@@ -229,11 +166,11 @@ Threshold = ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] |
 
 
 def as_rule(threshold: Threshold) -> ThresholdRule:
-    """Make a rule of a ``threshold`` argument; rules are copied."""
+    """Make a rule of a ``threshold`` argument."""
     if threshold is None:
         return MeanStdThreshold()
     if isinstance(threshold, Real) and not isinstance(threshold, bool):
         return StaticThreshold(check_real("threshold", threshold, above=0.0))
     if isinstance(threshold, ThresholdRule):
-        return copy.deepcopy(threshold)
+        return threshold
     return CallableThreshold(cast(Any, threshold))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from ignite.engine import Engine
@@ -13,10 +12,11 @@ from torch import Tensor
 from ignite_monitor.checks import check_choice
 from ignite_monitor.detection.monitor import ScalarMonitor, count
 from ignite_monitor.detection.spikes import largest_usable
-from ignite_monitor.detection.thresholds import NEGLIGIBLE, loaded
+from ignite_monitor.detection.state import Statistics
+from ignite_monitor.detection.thresholds import NEGLIGIBLE
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import DRIFT
-from ignite_monitor.model.devices import move, move_like
+from ignite_monitor.model.devices import move
 from ignite_monitor.monitor.base import NoModel
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
@@ -53,7 +53,8 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
             drift.attach(trainer)
     """
 
-    _NAMES = _state_dict_all_req_keys = ("count", "weight", "mean", "smoothed_mean", "variance", "sum_up", "sum_down")
+    _state_dict_all_req_keys = ("statistics", "counts")
+    _NAMES = ("count", "weight", "mean", "smoothed_mean", "variance", "sum_up", "sum_down")
     # Chosen by simulation and recordings: docs/monitors/drift.md.
     _DECAY = 0.995
     _WARMUP = 150  # values before the sums start
@@ -74,24 +75,17 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         self._set_value(value)
         check_choice("direction", direction, *_SIDES)
         self.direction = direction
-        self._rows = torch.zeros(len(self._NAMES), dtype=torch.float64, device="cpu")
+        self._trend = Statistics(dict.fromkeys(self._NAMES, torch.zeros((), device="cpu")))
+        self._statistics = {"statistics": self._trend}
         self._sides: Tensor | None = None  # signs and weights of the sums, on the device of the values
         self._drifts = DeferredFlag()
-
-    def reset_threshold(self) -> None:
-        self._rows = torch.zeros_like(self._rows)
-
-    def threshold_state(self) -> dict[str, Tensor]:
-        return dict(zip(self._NAMES, self._rows.clone().unbind(), strict=True))
-
-    def restore_threshold(self, state: Mapping[str, Any]) -> None:
-        self._rows = torch.stack([*loaded(self.threshold_state(), state).values()])
 
     def reset_run_state(self) -> None:
         self._report_drift(synchronize=True)
 
     def _detect(self, engine: Engine, number: Tensor) -> None:
-        rows = move_like(self._rows, number)
+        self._trend.move_like(number)
+        rows = self._trend.rows
         if self._sides is None or self._sides.device != number.device:
             sides = torch.tensor([(1.0, -1.0), _SIDES[self.direction]], dtype=number.dtype, device="cpu")
             self._sides = move(sides, number.device)
@@ -101,7 +95,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         after = torch.where(finite, after, rows)
         sums = torch.where(finite, sums, rows[5:])
         drift = (sums * watched).max() > self._LIMIT
-        self._rows = after.masked_fill(drift, 0.0)
+        self._trend.rows = after.masked_fill(drift, 0.0)
         # A drift counts as a spike and as a reset.
         count(self._counts, number, drift, ~finite, drift)
         self._drifts.set(drift)

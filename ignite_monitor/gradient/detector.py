@@ -19,6 +19,7 @@ from ignite_monitor.detection.monitor import count
 from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_true
+from ignite_monitor.detection.state import Statistics
 from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientTracker
@@ -44,7 +45,7 @@ class GradientDetection(NamedTuple):
 class ProvisionalUpdate:
     """The update with a spike that no step has used: reverted if the next backward accumulates into its gradient."""
 
-    before: tuple[list[Any], list[Tensor]]  # statistics and counts
+    before: dict[str, Tensor]  # statistics and counts
     probe: AccumulationProbe | None = None
 
 
@@ -62,39 +63,31 @@ class PerParameterDetector(SpikeDetector):
     """
 
     def __init__(self, k: float = 8.0, **options: Any) -> None:
-        super().__init__(RobustThreshold(k=k), **options)
-        self.to(torch.zeros(0, dtype=torch.float64, device="cpu"))
+        super().__init__(RobustThreshold(k=k), shape=(0,), **options)
         self.names: tuple[str, ...] = ()  # of the parameters, in the order of the state
 
     def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:  # type: ignore[override]
         """Compare the norms of the named parameters, a vector with 0 for no gradient; other names begin anew."""
         if names != self.names:
-            self._start(len(names))
-            self.names = names
-        if self.rule.state["mean"].device != norms.device:
-            self.to(norms)
-        means = self.rule.state["mean"]  # 0 before the first
+            self._begin(names)
+        self.move_like(norms)
+        means = self.named(self.rows)["mean"]  # 0 before the first
         ratios = (norms / means).masked_fill(torch.minimum(norms, means) <= 0.0, math.nan)
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
         return super().detect(norms, norms / common**_SHARED)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the parameters, and their state: vectors."""
+        """Return the names of the parameters, and their statistics: vectors."""
         return super().state_dict() | {"names": list(self.names)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a ValueError if it is of something else, to be undone by :meth:`restore`."""
         state = dict(state_dict)
-        if "names" not in state:
-            raise ValueError(f"Argument state_dict should hold names, but given {state_dict}")
-        names = tuple(state.pop("names"))
-        self._start(len(names))
+        self._begin(tuple(state.pop("names", ())))
         super().load_state_dict(state)
-        self.names = names
 
-    def _start(self, count: int) -> None:
-        self.rule._rows = self.rule._initial.expand(-1, count)
-        self.reset_threshold()
+    def _begin(self, names: tuple[str, ...]) -> None:
+        self.start((len(names),))
+        self.names = names
 
 
 class GradientDetector:
@@ -114,12 +107,11 @@ class GradientDetector:
         if norm_type != math.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         self._model, self._ranks, self._norm_type, self._counts = model, ranks, float(norm_type), counts
-        self.of_norm = SpikeDetector(rule, **options)
+        self.of_norm, self.recurring = SpikeDetector(rule, **options), RecurringSpikes()
         self._of_parameters = PerParameterDetector(**options) if per_parameter else None
-        self.recurring = RecurringSpikes()
-        self._parts: dict[str, Any] = {"detector": self.of_norm}
+        self.statistics: dict[str, Statistics] = {"detector": self.of_norm, "recurring": self.recurring}
         if self._of_parameters is not None:
-            self._parts["per_parameter"] = self._of_parameters
+            self.statistics["per_parameter"] = self._of_parameters
         self.provisional: ProvisionalUpdate | None = None
         self.reset_by: GradientDetection | None = None  # the last one that may have reset a threshold
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
@@ -159,8 +151,8 @@ class GradientDetector:
 
     def observe_provisionally(self, detection: GradientDetection, when: Tensor | None) -> None:
         """Observe a spike that no step has used."""
-        counts = [move_like(item, detection.norm.value) for item in self._counts]
-        self.provisional = ProvisionalUpdate((self._snapshot(), counts))
+        self._counts[:] = [move_like(item, detection.norm.value) for item in self._counts]
+        self.provisional = ProvisionalUpdate(self._snapshot())
         self.observe(detection, when)
 
     def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
@@ -174,11 +166,15 @@ class GradientDetector:
 
     def revert(self, when: Tensor | None = None) -> None:
         """Revert the provisional update, if a 0-dim bool tensor is True; None for True."""
-        if self.provisional is not None:
-            (statistics, counts), self.provisional = self.provisional.before, None
-            self._restore(statistics, when)
-            both = zip(counts, self._counts, strict=True)
-            self._counts[:] = counts if when is None else [torch.where(when, *pair) for pair in both]
+        if self.provisional is None:
+            return
+        before, now, self.provisional = self.provisional.before, self._snapshot(), None
+        if when is not None:
+            changed = [name for name, value in now.items() if value is not before[name]]
+            before = before | {name: torch.where(when, before[name], now[name]) for name in changed}
+        for name, part in self.statistics.items():
+            part.rows = before.pop(name)
+        self._counts[:] = before.values()
 
     def decide(self) -> Tensor:
         """A backward has come: revert the provisional update if that of any rank accumulates; return whether."""
@@ -191,47 +187,20 @@ class GradientDetector:
     @property
     def resets(self) -> Tensor:
         """The number of resets that no accumulation can revert, 0-dim."""
-        return (self._counts if self.provisional is None else self.provisional.before[1])[2]
+        return self._counts[2] if self.provisional is None else self.provisional.before["2"]
 
     def recurs(self, detection: GradientDetection, iteration: int) -> Tensor:
         """Note a spike if it is an isolated one; return whether it is, and is like those before."""
         norm = detection.norm
         return self.recurring.observe(iteration, norm.value, norm.above & self.of_norm.was_normal)
 
-    def reset_threshold(self) -> None:
-        """Discard all earlier values; counts stay."""
-        self.provisional = None
-        for part in self._parts.values():
-            part.reset_threshold()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the statistics."""
-        parts = self._parts | {"recurring": self.recurring}
-        return {name: part.state_dict() for name, part in parts.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from saved statistics; an error if they are of another kind, and nothing has changed then."""
-        before = self._snapshot()
-        try:
-            for name, part in self._parts.items():
-                if name in state_dict:
-                    part.load_state_dict(state_dict[name])
-            self.recurring.load_state_dict(state_dict["recurring"])
-        except Exception:
-            self._restore(before)
-            raise
-        self.provisional = None
-
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
         self._named, self.reset_by = ((), ()), None
 
-    def _snapshot(self) -> list[Any]:
-        return [part.snapshot() for part in self._parts.values()]
-
-    def _restore(self, statistics: list[Any], when: Tensor | None = None) -> None:
-        for part, earlier in zip(self._parts.values(), statistics, strict=True):
-            part.restore(earlier, when)
+    def _snapshot(self) -> dict[str, Tensor]:
+        counts = {str(place): value for place, value in enumerate(self._counts)}
+        return {name: part.rows for name, part in self.statistics.items()} | counts
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
         if parameters is not self._named[0]:  # the tracker keeps the list while they are the same

@@ -50,7 +50,7 @@ class GradMonitor(DetectionMonitor, ScaledMonitor, schema=GRADIENT):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose steps and parameters count. None for every optimizer of the model's parameters.
         scaler: the GradScaler of the train step. Overflows are then counted, but are no spikes.
-        threshold: a threshold rule (copied), a function ``(mean, std, count) -> threshold``, or a number. None for
+        threshold: a threshold rule, a function ``(mean, std, count) -> threshold``, or a number. None for
             ``MeanStdThreshold()``. While a rule returns no positive number, there is no threshold.
         per_parameter: compare the gradient of each parameter with its own threshold too, and name the parameters with
             the largest excess at a spike.
@@ -111,6 +111,7 @@ class GradMonitor(DetectionMonitor, ScaledMonitor, schema=GRADIENT):
         options = {"max_consecutive_spikes": self.max_consecutive_spikes, "overflow_is_spike": self.scaler is None}
         rule = as_rule(threshold)
         self._detector = GradientDetector(model, self.ranks, rule, self._counts, per_parameter, norm_type, **options)
+        self._statistics = self._detector.statistics
 
     def handlers(self) -> Handlers:
         return [
@@ -144,6 +145,14 @@ class GradMonitor(DetectionMonitor, ScaledMonitor, schema=GRADIENT):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         return OrderedDict(super().state_dict(), **self._action.counts)
+
+    def reset_threshold(self) -> None:
+        super().reset_threshold()
+        self._detector.provisional = None
+
+    def restore_threshold(self, state: Mapping[str, Any]) -> None:
+        super().restore_threshold(state)
+        self._detector.provisional = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         given = state_dict if isinstance(state_dict, Mapping) else {}  # which is refused below

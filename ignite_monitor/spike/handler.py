@@ -36,7 +36,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
 
     Args:
         value: function of the engine that returns a number, a tensor with one element, or None for no value.
-        threshold: a threshold rule (copied), a function ``(mean, std, count) -> threshold``, or a number. None for
+        threshold: a threshold rule, a function ``(mean, std, count) -> threshold``, or a number. None for
             ``MeanStdThreshold()``.
         direction: ``"up"`` if large values are spikes, ``"down"`` if small values are, ``"both"`` if either are. With
             ``"down"`` and ``"both"`` the rule is applied to the negated value, and ``threshold`` must not be a number.
@@ -57,7 +57,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
             loss.attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("rule", "counts")
+    _state_dict_all_req_keys = ("statistics", "counts")
 
     def __init__(
         self,
@@ -77,10 +77,12 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         if direction != "up" and isinstance(rule, StaticThreshold):
             raise ValueError(f"Argument threshold should be a rule with direction={direction!r}, but given a number")
         self.direction, self._signs = direction, _SIGNS[direction]
+        shape = (2,) if direction == "both" else ()
         # Unlike a norm, a value of 0 is one like any other.
-        self._detector = SpikeDetector(rule, max_consecutive_spikes=self.max_consecutive_spikes, ignored=math.nan)
-        if direction == "both":
-            self._detector.to(torch.zeros(2, dtype=torch.float64, device="cpu"))
+        self._detector = SpikeDetector(
+            rule, shape=shape, max_consecutive_spikes=max_consecutive_spikes, ignored=math.nan
+        )
+        self._statistics = {"statistics": self._detector}
 
     def _detect(self, engine: Engine, number: Tensor) -> None:
         # A lower threshold is an upper one of the negated value.

@@ -120,7 +120,7 @@ def test_an_overflow_while_accumulating_counts_once(name, where, zero_at):
     assert recorder.of("grad/nonfinite_count") == expected
     assert recorder.flags == [False] * 24
     assert run.scales[12] < run.scales[11]
-    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 7
+    assert float(monitor.state_dict()["detector"]["count"]) == 7
     kept = [norm for norm in run.truth[2::3] if math.isfinite(norm)]
     assert recorder.of("grad/mean")[-1] == pytest.approx(mean_of(kept[:-1]), **CLOSE)
 

@@ -135,7 +135,7 @@ def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_
 
 
 def observations(monitor):
-    return float(monitor.state_dict()["detector"]["rule"]["count"])
+    return float(monitor.state_dict()["detector"]["count"])
 
 
 def test_a_step_that_raises_an_error_leaves_the_next_its_own_gradient():

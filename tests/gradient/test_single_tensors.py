@@ -189,7 +189,7 @@ def test_provisional_updates_of_tensors_are_reverted():
     training = Training(every=4, bad=(37 * 4 - 3,), factor=400.0)
     recorder = train(training.step, mlp_batches(COUNT * 4), training.monitor)
     assert recorder.flags[37 * 4 - 4]
-    count = training.monitor.state_dict()["per_parameter"]["rule"]["count"]
+    count = training.monitor.state_dict()["per_parameter"]["count"]
     assert count.tolist() == [COUNT] * 4
 
 
@@ -198,7 +198,7 @@ def test_an_overflow_is_no_spike_and_leaves_no_trace():
     recorder = train(training.step, mlp_batches(COUNT), training.monitor)
     assert recorder.of("grad/spike") == [0.0] * COUNT
     assert recorder.metrics[BAD - 1]["grad/nonfinite_count"] == 1
-    assert training.monitor.state_dict()["per_parameter"]["rule"]["count"].tolist() == [45.0, 44, 45, 45]
+    assert training.monitor.state_dict()["per_parameter"]["count"].tolist() == [45.0, 44, 45, 45]
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -50,7 +50,7 @@ def test_of_spikes_in_a_row_only_the_first_enters(decay, patience):
         np.testing.assert_allclose(detection.rule_threshold.nan_to_num(math.inf).item(), expected.limit, rtol=1e-9)
         assert bool(detection.spike) == expected.spike
         assert bool(detection.threshold_reset) == is_reset
-        assert detector.rule.state["count"].item() == len(oracle.history)
+        assert detector.state_dict()["count"].item() == len(oracle.history)
         resets += is_reset
     assert resets > 0
 
@@ -62,7 +62,7 @@ def test_values_side_by_side_are_compared_as_if_alone():
     columns[150:, 2] *= 40
     columns[[50, 80], [1, 4]] = [math.nan, math.inf]
     alone = [SpikeDetector(MeanStdThreshold(k=4.0)) for _ in range(5)]
-    together = SpikeDetector(MeanStdThreshold(k=4.0))
+    saved, together = (SpikeDetector(MeanStdThreshold(k=4.0), shape=(5,)) for _ in range(2))
     when = random.random((300, 5)) < 0.9
     for row, use in zip(columns, when, strict=True):
         detection = together.detect(torch.tensor(row))
@@ -73,8 +73,6 @@ def test_values_side_by_side_are_compared_as_if_alone():
             np.testing.assert_allclose(detection.applied_threshold[i].item(), own.applied_threshold.item(), rtol=1e-12)
             if use[i]:
                 detector.observe(own)
-    saved = SpikeDetector(MeanStdThreshold(k=4.0))
-    saved.to(torch.zeros(5, dtype=torch.float64))
     saved.load_state_dict(together.state_dict())
     detections = [item.detect(torch.tensor(columns[7])) for item in (saved, together)]
     assert_same(detections[0].applied_threshold, detections[1].applied_threshold)
@@ -84,23 +82,20 @@ def test_values_side_by_side_are_compared_as_if_alone():
 def test_a_detection_and_an_observation_that_does_not_count_change_nothing(is_undone):
     detector = SpikeDetector(MeanStdThreshold())
     detect_all(detector, [*calm(30), 50.0])
-    before, earlier = detector.state_dict(), detector.snapshot()
+    before, earlier = detector.state_dict(), detector.rows
     for norm in (1.0, 9.0, 50.0, math.nan, math.inf):
         detection = detector.detect(torch.tensor(norm, dtype=torch.float64))
         assert detector.state_dict() == before
         detector.observe(detection, None if is_undone else torch.tensor(False))
         if is_undone:
-            detector.restore(earlier)
-    assert detector.state_dict() == before
-    detector.detect(torch.ones(2))
-    detector.restore(earlier)
+            detector.rows = earlier
     assert detector.state_dict() == before
 
 
 def test_a_state_with_a_part_missing_is_refused():
     state = SpikeDetector(MeanStdThreshold()).state_dict()
-    del state["was_normal"]
-    with pytest.raises(ValueError, match="was_normal"):
+    del state["after_spike"]
+    with pytest.raises(ValueError, match="after_spike"):
         SpikeDetector(MeanStdThreshold()).load_state_dict(state)
 
 
@@ -116,7 +111,7 @@ def test_the_state_follows_values_to_another_device_and_dtype():
     detect_all(detector, calm(30))
     assert detector.detect(torch.tensor(9.0, dtype=torch.float32)).spike
     detector.observe(detector.detect(torch.zeros((), dtype=torch.float64, device="meta")))
-    assert detector.rule.statistics()[0].is_meta
+    assert detector.rows.is_meta
 
 
 @pytest.mark.parametrize(
@@ -132,23 +127,29 @@ def test_a_rule_with_a_short_warm_up_is_suspended_after_a_reset(warmup, patience
 def test_a_state_that_is_loaded_in_place_does_not_change_what_a_reset_restores():
     detector = SpikeDetector(MeanStdThreshold())
     saved = detector.state_dict()
-    for tensor in (*saved.pop("rule").values(), *saved.values()):
+    for tensor in saved.values():
         tensor.fill_(1)
     detector.reset_threshold()
-    assert [float(value) for value in detector.rule.state.values()] == [0.0] * 4
-    assert [float(value) for value in detector._state.values()] == [0.0, 1.0]
+    assert [float(value) for value in detector.state_dict().values()] == [0.0] * 6
 
 
 # Threshold rules, against their definitions
 
 
+NO, YES = torch.tensor(False), torch.tensor(True)
+
+
 def feed(rule, norms):
-    """The threshold before each norm."""
-    thresholds = []
+    """What is detected at each norm if all norms update the statistics, spikes too; and the detector."""
+    detector, detections = SpikeDetector(rule), []
     for norm in norms:
-        thresholds.append(rule.statistics()[0].nan_to_num(math.inf, math.inf).item())
-        rule.observe(torch.tensor(norm, dtype=torch.float64))
-    return thresholds
+        detections.append(detector.detect(torch.tensor(norm, dtype=torch.float64)))
+        detector.observe(detections[-1]._replace(above=NO, threshold_reset=NO))
+    return detections, detector
+
+
+def thresholds_of(rule, norms):
+    return [detection.rule_threshold.nan_to_num(math.inf, math.inf).item() for detection in feed(rule, norms)[0]]
 
 
 NORMS = np.random.default_rng(0).lognormal(size=60)
@@ -156,7 +157,7 @@ NORMS = np.random.default_rng(0).lognormal(size=60)
 
 @pytest.mark.parametrize("opinion", [math.nan, math.inf])
 def test_a_rule_without_an_opinion_allows_everything(opinion):
-    assert feed(CallableThreshold(lambda mean, std, count: opinion), NORMS[:5]) == [math.inf] * 5
+    assert thresholds_of(CallableThreshold(lambda mean, std, count: opinion), NORMS[:5]) == [math.inf] * 5
 
 
 def test_a_rule_of_ones_own():
@@ -164,16 +165,14 @@ def test_a_rule_of_ones_own():
         def __call__(self, mean, std, count):
             return 2 * mean
 
-    thresholds = feed(TwiceTheMean(warmup=3), NORMS[:10])
+    thresholds = thresholds_of(TwiceTheMean(warmup=3), NORMS[:10])
     np.testing.assert_allclose(thresholds, [math.inf] * 3 + [2 * NORMS[:i].mean() for i in range(3, 10)], rtol=1e-12)
 
 
 def test_a_restart_forgets_everything_before_it():
-    one, other = MeanStdThreshold(warmup=2), MeanStdThreshold(warmup=2)
-    feed(one, NORMS[:20])
-    one.observe(torch.tensor(5.0, dtype=torch.float64), reset=torch.tensor(True))
-    other.observe(torch.tensor(5.0, dtype=torch.float64), reset=torch.tensor(False))
-    assert one.state_dict() == other.state_dict()
+    _, one = feed(MeanStdThreshold(warmup=2), NORMS[:20])
+    one.observe(one.detect(torch.tensor(5.0, dtype=torch.float64))._replace(above=YES, threshold_reset=YES))
+    assert one.state_dict() == feed(MeanStdThreshold(warmup=2), [5.0])[1].state_dict() | {"awaits_normal_value": 1.0}
 
 
 def test_the_state_of_another_rule_is_refused():
@@ -182,25 +181,24 @@ def test_the_state_of_another_rule_is_refused():
             return super().empty() | {"window": torch.zeros(())}
 
     with pytest.raises(ValueError, match="window"):
-        MeanStdThreshold().load_state_dict(Richer().state_dict())
+        SpikeDetector(MeanStdThreshold()).load_state_dict(SpikeDetector(Richer()).state_dict())
 
 
 def test_a_small_spread_on_a_large_mean_is_not_lost():
-    rule, numbers = MeanStdThreshold(decay=None), 1e9 + np.random.default_rng(1).normal(size=1000)
-    feed(rule, numbers)
-    np.testing.assert_allclose(rule.statistics()[2].item(), numbers.std(ddof=1), rtol=1e-6)
+    numbers = 1e9 + np.random.default_rng(1).normal(size=1001)
+    detections, _ = feed(MeanStdThreshold(decay=None), numbers)
+    np.testing.assert_allclose(detections[-1].std.item(), numbers[:-1].std(ddof=1), rtol=1e-6)
 
 
 def test_there_is_no_mean_before_the_first_number_and_no_deviation_before_the_second():
-    rule = MeanStdThreshold()
-    assert all(number.isnan() for number in rule.statistics())
-    feed(rule, [3.0])
-    assert [number.isnan().item() for number in rule.statistics()] == [True, False, True]
+    detections, _ = feed(MeanStdThreshold(), [3.0, 3.0])
+    numbers = [(item.rule_threshold, item.mean, item.std) for item in detections]
+    assert [[bool(number.isnan()) for number in row] for row in numbers] == [[True] * 3, [True, False, True]]
 
 
 @pytest.mark.parametrize(("spread", "is_compared"), [(0.5e-6, False), (2e-6, True)])
 def test_no_threshold_without_a_spread_above_a_millionth_of_the_mean(spread, is_compared):
-    thresholds = feed(MeanStdThreshold(warmup=2, decay=None), [1.0 - spread, 1.0 + spread] * 10)
+    thresholds = thresholds_of(MeanStdThreshold(warmup=2, decay=None), [1.0 - spread, 1.0 + spread] * 10)
     assert math.isfinite(thresholds[-1]) is is_compared
 
 

@@ -72,7 +72,7 @@ def test_what_is_not_finite_is_a_spike_and_does_not_enter(value):
     seen = run([*values_of(10), value, *values_of(3, seed=1)], monitor)
     assert [i for i, (_, flag) in enumerate(seen) if flag] == [10]
     assert seen[10][0]["spike/value"] == pytest.approx(value, nan_ok=True)
-    assert float(monitor.state_dict()["rule"]["count"]) == 13
+    assert float(monitor.state_dict()["statistics"]["count"]) == 13
 
 
 def test_none_is_no_value():
