@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -174,9 +175,12 @@ def attach_monitors(
     def connect_loggers(name: str, monitor: Monitor) -> None:
         for logger in loggers:
             if isinstance(logger, HDF5Logger):  # which keeps all values, and reports
-                logger._admit(trainer, is_named=True)
                 monitor.log_to(logger, trainer)
             elif monitor.schema.keys:
                 monitor.log_to(logger, trainer, include=shown.get(name))
 
-    return MonitorHandle(trainer, monitors, connect_loggers)
+    with ExitStack() as admissions:  # which an error undoes
+        for logger in loggers:
+            if isinstance(logger, HDF5Logger):
+                admissions.enter_context(logger.admitted(trainer, named=True))
+        return MonitorHandle(trainer, monitors, connect_loggers)

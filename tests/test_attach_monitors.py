@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.engine import Engine, Events, State, create_supervised_trainer
+from ignite.engine.events import EventEnum
 from ignite.handlers import Checkpoint
 from torch import nn
 
@@ -273,6 +274,46 @@ def test_a_logger_that_fails_leaves_nothing(parts, made):
     with pytest.raises(ConnectionError):
         ActivationHandler(model, activations=True).log_to(Offline(min(made, 1)), trainer)
     assert footprint(trainer, model, optimizer) == before
+
+
+class OtherEvents(EventEnum):
+    OTHER = "other"
+
+
+REFUSED = {
+    "another logger": lambda engine, parts, file: attach_monitors(engine, *parts, loggers=[file, Offline(4)]),
+    "a taken flag": lambda engine, parts, file: (
+        setattr(engine.state, "unhealthy_spike", True),
+        attach_monitors(engine, *parts, loggers=file),
+    ),
+    "another training's file": lambda engine, parts, file: attach_monitors(
+        engine, *parts, loggers=[file, HDF5Logger(file.path.with_name("b.h5"), trainer=Engine(print))]
+    ),
+    "an unknown event": lambda engine, parts, file: (
+        (monitor := GradMonitor(parts[0])).report("refused", "must not reach the file"),
+        monitor.log_to(file, engine, Events.EPOCH_COMPLETED | OtherEvents.OTHER),
+    ),
+    "an event without a count": lambda engine, parts, file: file.attach(engine, print, Events.EXCEPTION_RAISED),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_a_refused_call_leaves_a_file_to_another_training(tmp_path, refused, monkeypatch):
+    """The first trainer keeps none of its handlers, and the file has the values and reports of the second one alone."""
+    monkeypatch.setitem(State.event_to_attr, OtherEvents.OTHER, "iteration")
+    (*parts, first), (*others, second) = make_trainer(), make_trainer()
+    handlers = footprint(first, *parts)["handlers"]
+    with HDF5Logger(tmp_path / "a.h5") as file:
+        with pytest.raises((ValueError, RuntimeError, ConnectionError)):
+            refused(first, parts, file)
+        assert footprint(first, *parts)["handlers"] == handlers
+        first.run(make_batches(3))
+        with attach_monitors(second, *others, loggers=file):
+            second.run(make_batches(5))
+    recording = read_hdf5(tmp_path / "a.h5")
+    assert recording.iterations("grad/norm").tolist() == [1, 2, 3, 4, 5]
+    assert {*recording.runs("grad/norm")} == {0}
+    assert [report for report in recording.reports if report.kind == "refused"] == []
 
 
 WITHIN = [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.util import Finalize
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
 from ignite_monitor.checks import check_choice, check_count, check_type
-from ignite_monitor.events.source import EventSource
 from ignite_monitor.hdf5.layout import Name, one_line, printable
 from ignite_monitor.hdf5.recorder import Recorder
 from ignite_monitor.hdf5.values import flatten
@@ -75,8 +73,7 @@ class HDF5Logger(BaseLogger):
         trainer: Engine | None = None,
         flush_every: int = 50,
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
+        check_type("path", path, (str, os.PathLike), "str or os.PathLike")
         check_choice("mode", mode, "x", "w", "a")
         check_count("flush_every", flush_every, least=1)
         if trainer is not None:
@@ -92,24 +89,37 @@ class HDF5Logger(BaseLogger):
             # Also where a program or a child process ends without closing: atexit does not run in the child.
             self._finalizer = Finalize(self, self._recorder.close, exitpriority=10)
         if trainer is not None:
-            self._admit(trainer, is_named=True)
+            self._admit(trainer, named=True)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        self._admit(engine)
-        return super().attach(engine, log_handler, event_name, *args, **kwargs)
+        with self.admitted(engine):
+            return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
-    def keep_reports(self, reports: list[Report], engine: Engine) -> None:
-        """Write what a monitor reports, before and after this call, each once; ``log_to`` calls it.
+    @contextlib.contextmanager
+    def admitted(self, engine: Engine, reports: list[Report] | None = None, *, named: bool = False) -> Iterator[None]:
+        """Admit an engine, and write what its monitor reports; an error in the context undoes it.
 
         Args:
-            reports: the list to which the monitor appends.
             engine: the engine that the monitor is attached to.
+            reports: the list to which the monitor appends.
+            named: True if the engine is known to train.
         """
-        trains = self._admit(engine)
-        if self._recorder is not None:
-            self._recorder.add_source(reports, trains=trains)
+        trainer, is_guessed, recorder = self._trainer, self._is_guessed, self._recorder
+        sources = {} if recorder is None else recorder.sources.copy()
+        try:
+            trains = self._admit(engine, named=named)
+            if recorder is not None and reports is not None:
+                recorder.add_source(reports, trains=trains)
+            yield
+        except BaseException:
+            if recorder is not None:
+                recorder.sources = sources
+            if recorder is not None and trainer is None:
+                recorder.leave_trainer()
+            self._trainer, self._is_guessed = trainer, is_guessed
+            raise
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
@@ -122,24 +132,24 @@ class HDF5Logger(BaseLogger):
             self._finalizer()  # once, and not in a forked process
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
-        return OutputHandler(*args, **kwargs)
+        return OutputHandler(*args, **kwargs) if args else OutputHandler(**{"tag": None, **kwargs})
 
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
 
-    def _admit(self, engine: Engine, *, is_named: bool = False) -> bool:
+    def _admit(self, engine: Engine, *, named: bool = False) -> bool:
         """Return True for the trainer, which is named or the first engine of a new file, and False for another one."""
-        if self._trainer is None and (is_named or self._is_guessed):
+        if self._trainer is None and (named or self._is_guessed):
             self._trainer = weakref.ref(engine)
             if self._recorder is not None:
                 self._recorder.follow(engine)
         trains = self._trainer is not None and self._trainer() is engine
-        if not trains and (self._trainer is None or is_named or self._is_guessed):
+        if not trains and (self._trainer is None or named or self._is_guessed):
             raise ValueError(
                 f"HDF5Logger ({printable(str(self.path))}) records one training. With several engines, and in mode "
                 "'a', name the one that trains: HDF5Logger(path, trainer=trainer). A second training needs its own file"
             )
-        self._is_guessed = self._is_guessed and not is_named
+        self._is_guessed = self._is_guessed and not named
         return trains
 
     def _is_writing(self) -> bool:
@@ -184,46 +194,34 @@ class HDF5Logger(BaseLogger):
 
     def _skip(self, name: str, value: Any) -> None:
         kind = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"of type {type(value).__name__}"
-        kind += " beyond the range of float64" if isinstance(value, Real) else ""
         self._log_once(f"can't write {printable(name)}, a value {kind}.")
 
 
 class OutputHandler(BaseOutputHandler):
     """Write an engine's metrics, output and state attributes, with the arguments of Ignite's output handlers."""
 
-    def __init__(self, tag: str | None = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(tag or "", *args, **kwargs)
-
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
         if not logger._is_writing():  # and transforms nothing
             return
         metrics: dict[Any, Any] = engine.state.metrics
-        values = {name: getattr(engine.state, name, None) for name in self.state_attributes or ()}
         names = metrics if self.metric_names == "all" else self.metric_names or ()
         for name in names:
             if name not in metrics:
                 logger._log_once(f"metric {printable(str(name))} is not in engine.state.metrics: {list(metrics)}.")
-        published = {name: metrics[name] for name in names if name in metrics}
+        values = {name: metrics[name] for name in names if name in metrics}
         if self.output_transform is not None:
             output = self.output_transform(engine.state.output)
-            values = (output if isinstance(output, dict) else {"output": output}) | values
-        step = self.global_step_transform(engine, event_name)
-        describe = functools.partial(self._describe, engine, published.keys() - values.keys())
-        logger._write(engine, step, published | values, self.tag or None, describe)
+            values |= output if isinstance(output, dict) else {"output": output}
+        values |= {name: getattr(engine.state, name, None) for name in self.state_attributes or ()}
+        logger._write(engine, self.global_step_transform(engine, event_name), values, self.tag or None, self._describe)
 
-    def _describe(self, engine: Engine, published: set[str], name: str) -> Name:
-        """Find the monitor that published a value: by ``log_to``, or as one of the engine's metrics."""
-        key = name.removeprefix(f"{self.tag}/") if self.tag else name
-        source, monitors = EventSource.on(engine), []
-        if isinstance(self.output_transform, Values):
-            monitors, key = [self.output_transform.monitor()], f"{self.output_transform.start}{key}"
-        elif source is not None and key in published:
-            monitors = [*source.monitors]
-        for monitor in monitors:
-            if monitor is not None and key in monitor.metrics:
-                root = name.removesuffix(key.removeprefix(f"{monitor.prefix}/")).removesuffix("/")
-                return Name(name, monitor.schema.kind, root)
-        return Name(name)
+    def _describe(self, name: str) -> Name:
+        """Name the monitor whose ``log_to`` has made this handler."""
+        made_by = self.output_transform
+        if not isinstance(made_by, Values) or (monitor := made_by.monitor()) is None:
+            return Name(name)
+        key = f"{made_by.start}{name.removeprefix(f'{self.tag}/')}".removeprefix(f"{monitor.prefix}/")
+        return Name(name, monitor.schema.kind, name.removesuffix(key).removesuffix("/"))
 
 
 class OptimizerParamsHandler(BaseOptimizerParamsHandler):

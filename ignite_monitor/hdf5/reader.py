@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.checks import check_pattern
+from ignite_monitor.checks import check_pattern, check_type
 from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Name, RecordedReport, read
 
 Part = tuple[NDArray[np.intp], NDArray[np.float64]]
@@ -89,8 +89,7 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
 
             steps, norms = read_hdf5("run.h5")["grad/norm"]
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
+    check_type("path", path, (str, os.PathLike), "str or os.PathLike")
     pattern = check_pattern("metrics", metrics)
     contents = read(Path(path))
     rows, names = contents.rows, contents.names

@@ -56,7 +56,7 @@ class Recorder:
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._trainer: weakref.ref[Engine] | None = None
         self._handles: list[Any] = []
-        self._sources: dict[int, list[Any]] = {}  # reports of a monitor, whether of the trainer, how many are taken
+        self.sources: dict[int, list[Any]] = {}  # reports of a monitor, whether of the trainer, how many are taken
         layout.check_regular(path)  # a device must not be replaced
         try:
             self._store = Store(path, mode)
@@ -91,10 +91,15 @@ class Recorder:
         for event in (Events.STARTED, Events.ITERATION_STARTED):
             put_first(trainer, event)  # or values of these events would belong to the run before
 
+    def leave_trainer(self) -> None:
+        """Undo :meth:`follow`."""
+        remove_all(self._handles)
+        self._trainer = None
+
     def add_source(self, reports: list[Report], *, trains: bool) -> None:
         """Add the reports of a monitor of the trainer or of another engine, unless they are known."""
         with self._one_thread:
-            self._sources.setdefault(id(reports), [reports, trains, 0])
+            self.sources.setdefault(id(reports), [reports, trains, 0])
 
     def add_row(
         self, step: int, named: Mapping[str, float], describe: Callable[[str], Name], *, trains: bool
@@ -143,9 +148,6 @@ class Recorder:
                 remove_all(self._handles)
                 self.flush()
                 self._drop()
-                lost = [entry[4] for entry in map(json.loads, self._pending.lines) if entry[0] == "report"]
-                if count := len(lost) - lost.count(SETTINGS):
-                    self._log("%d reports that could not be written are lost", count)
             finally:
                 self.is_closed = True
                 self._store.close(self._pending.state)
@@ -196,7 +198,7 @@ class Recorder:
 
     def _take_reports(self) -> None:
         run, last = self._position()
-        for source in self._sources.values():
+        for source in self.sources.values():
             reports, trains, count = source
             for report in reports[count:]:
                 source[2] += 1

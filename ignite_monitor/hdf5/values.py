@@ -20,7 +20,7 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
 
     Args:
         named: name -> number, 0-dim or 1-dim tensor, or a mapping, list or tuple of such.
-        skip: called with the name and value of each leaf that is no number, or none that float64 can hold.
+        skip: called with the name and value of each leaf that is no number.
     """
     leaves: dict[str, Any] = {}
     _add_leaves(leaves, "", named)
@@ -28,10 +28,7 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
     tensors: dict[torch.device, list[str]] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, (float, Real)):  # float first: it is the fastest
-            try:
-                numbers[name] = float(leaf)
-            except OverflowError:
-                skip(name, leaf)
+            numbers[name] = float(leaf)
         elif _is_local_tensor(leaf, 0):
             tensors.setdefault(leaf.device, []).append(name)
             numbers[name] = math.nan  # keeps its place

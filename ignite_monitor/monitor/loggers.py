@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from ignite.engine import Engine, Events, State
@@ -27,27 +27,30 @@ def add_logger(
     check_type("engine", engine, Engine, "ignite.engine.Engine")
     if tag is not None:
         check_type("tag", tag, str, "str or None")
-    for single in [event] if isinstance(event, str) else events_of(event):
+    events = [event] if isinstance(event, str) else events_of(event)
+    for single in events:
         if single not in State.event_to_attr and single not in list(MonitorEvents):
             raise ValueError(f"Argument event should be an event that counts epochs or iterations, but given {single}")
     register_events(engine)
-    if (keep_reports := getattr(logger, "keep_reports", None)) is not None:
-        keep_reports(monitor.reports, engine)
+    admitted = getattr(logger, "admitted", None)  # of HDF5Logger, which writes reports too
     handles: list[Any] = []
-    with ExitStack() as undo:
+    with nullcontext() if admitted is None else admitted(engine, monitor.reports), ExitStack() as undo:
         undo.callback(remove_all, handles)
         if isinstance(logger, ProgressBar):  # whose own attach() returns no handles
             values = Values(monitor, "", selection)
             handler = logger._create_output_handler(logger.tqdm_kwargs.get("desc", ""), output_transform=values)
             close = functools.partial(logger._close)  # equal to no handler of the user's
-            handles.append(BaseLogger.attach(logger, engine, handler, event))
+            for single in events:
+                handles.append(BaseLogger.attach(logger, engine, handler, single))
             handles.append(engine.add_event_handler(Events.EPOCH_COMPLETED, close))
         else:
             # Ignite's handlers always write a tag before a name: without one of the user's, it is its first part.
             for family in [""] if tag else monitor.families:
                 values = Values(monitor, family, selection)
                 handler = logger._create_output_handler(tag=tag or family, output_transform=values)
-                handles.append(logger.attach(engine, functools.partial(_write, handler, values), event))
+                writer = functools.partial(_write, handler, values)
+                for single in events:
+                    handles.append(logger.attach(engine, writer, single))
         undo.pop_all()
     return handles
 

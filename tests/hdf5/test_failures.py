@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from ignite.engine import Events
 
-from ignite_monitor import GradMonitor, HDF5Logger, read_hdf5
+from ignite_monitor import HDF5Logger, read_hdf5
 from ignite_monitor.hdf5 import recorder, store
-from tests._helpers import make_batches, make_trainer
 from tests.hdf5._runs import as_lists, engine_of, log_output, run
 
 
@@ -202,23 +201,6 @@ def test_a_long_failure(path, monkeypatch, caplog, kept, end):
         assert missing == set(range(min(missing), 301))
         assert 20 < min(missing) <= 31
     assert failing.count > 10
-
-
-def test_reports_that_could_not_be_written_are_counted(path, monkeypatch, caplog):
-    """Settings of the run, which the file keeps in the same form, are none."""
-    model, optimizer, trainer = make_trainer()
-    monitor = GradMonitor(model, optimizer)
-    with HDF5Logger(path) as logger, monitor.attach(trainer):
-        failing = Failing(store._write)
-        failing.toggle()
-        monkeypatch.setattr(store, "_write", failing)
-        monitor.log_to(logger, trainer)
-        trainer.run(make_batches(3))
-        for kind in "abc":
-            monitor.report(kind, kind)
-    assert re.fullmatch(FAILED, caplog.messages[0])
-    assert caplog.messages[-1] == f"HDF5Logger ({path}): 3 reports that could not be written are lost."
-    assert read_hdf5(path).reports == []
 
 
 # Interrupts

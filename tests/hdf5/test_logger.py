@@ -60,7 +60,7 @@ def test_optimizer_parameters(path):
     }
 
 
-@pytest.mark.parametrize("step", [1.5, "2", None, 2**63, math.nan, 4.0, np.int64(4), torch.tensor(4)])
+@pytest.mark.parametrize("step", [1.5, "2", None, 2**63, 10**400, math.nan, 4.0, np.int64(4), torch.tensor(4)])
 def test_values_at_a_step_that_is_no_integer_are_left_out(path, caplog, step):
     engine = engine_of()
     with HDF5Logger(path) as logger:
@@ -95,7 +95,7 @@ def test_names_of_every_kind(path):
 
 
 def test_what_can_not_be_written_is_warned_of_once(path, caplog):
-    engine = engine_of(lambda iteration: {"loss": 1.0, "text": "no", "image": torch.zeros(2, 2), "big": 10**400})
+    engine = engine_of(lambda iteration: {"loss": 1.0, "text": "no", "image": torch.zeros(2, 2)})
     with HDF5Logger(path) as logger:
         log_output(logger, engine, metric_names=["typo"])
         engine.run(range(20))
@@ -104,7 +104,6 @@ def test_what_can_not_be_written_is_warned_of_once(path, caplog):
         f"HDF5Logger ({path}): metric typo is not in engine.state.metrics: [].",
         f"HDF5Logger ({path}): can't write train/text, a value of type str.",
         f"HDF5Logger ({path}): can't write train/image, a value of shape (2, 2).",
-        f"HDF5Logger ({path}): can't write train/big, a value of type int beyond the range of float64.",
     ]
 
 
@@ -131,8 +130,9 @@ def test_the_file_says_which_monitor_published_a_name(path):
     expected = {
         "grad/norm": ("grad", "grad"),
         "train/g/2/norm": ("grad", "train/g/2"),
-        "again/grad/norm": ("grad", "again/grad"),
-        **dict.fromkeys(["own/batch", "own/grad/norm", "grad/mean", "by hand/grad/std"], ("user", "")),
+        **dict.fromkeys(
+            ["own/batch", "own/grad/norm", "grad/mean", "again/grad/norm", "by hand/grad/std"], ("user", "")
+        ),
     }
     assert {name: recording.monitor(name) for name in expected} == expected
     activations = [name for name in recording if name.startswith("activation/")]
@@ -345,7 +345,7 @@ def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
         logger.attach_opt_params_handler(trainer, Events.EPOCH_STARTED, optimizer=optimizer)
         for _ in range(2):
             trainer.run([(torch.ones(3, 2), torch.ones(3, 1))] * 2)
-        assert len(logger._recorder._sources) == 1  # not one more per run
+        assert len(logger._recorder.sources) == 1  # not one more per run
     recording = read_hdf5(tmp_path / "run.h5")
     assert recording.reports == []
     assert [(it.run, it.monitor, it.severity) for it in recording.settings] == [

@@ -79,8 +79,6 @@ def test_names_and_values_are_ignites(keys):
         torch.tensor(1j),
         np.complex64(1),
         object(),
-        10**400,
-        Fraction(-(10**400)),
         torch.zeros((), device="meta"),
         torch.zeros(3, device="meta"),
         torch.eye(2).to_sparse(),
