@@ -18,7 +18,6 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import DRIFT
 from ignite_monitor.model.devices import move
 from ignite_monitor.monitor.base import NoModel
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
 
 _SIDES = {"up": (1.0, 0.0), "down": (0.0, 1.0), "both": (1.0, 1.0)}
@@ -39,7 +38,6 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     Args:
         value: function of the engine that returns a number, a tensor with one element, or None for no value.
         direction: ``"up"`` to detect a rise, ``"down"`` for a fall, ``"both"`` for either.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of all names.
 
     Raises:
@@ -68,10 +66,9 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         value: Callable[[Engine], float | Tensor | None],
         *,
         direction: str = "up",
-        group: Group = None,
         prefix: str = "drift",
     ) -> None:
-        super().__init__(NoModel(), prefix, group=group)
+        super().__init__(NoModel(), prefix)
         self._set_value(value)
         check_choice("direction", direction, *_SIDES)
         self.direction = direction

@@ -35,7 +35,6 @@ from ignite_monitor.model.names import (
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.step_gradients import StepGradients
 
 # Those of ``SummaryWriter``: 1e-12, 1.1 times that, and so on, on either side of 0.
@@ -73,7 +72,6 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         max_histograms: the maximum number of each kind, at least 1.
         include: a regular expression; only modules and parameters with a match in their names are drawn.
         exclude: a regular expression; modules and parameters with a match in their names are excluded.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the start of all names.
 
     Raises:
@@ -88,10 +86,9 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         max_histograms: int = 16,
         include: Pattern = None,
         exclude: Pattern = None,
-        group: Group = None,
         prefix: str = "histograms",
     ) -> None:
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix)
         self.max_histograms = check_count("max_histograms", max_histograms, least=1)
         self._selection = Selection(include, exclude)
         if not self._chosen_parameters() and not self._chosen_modules():

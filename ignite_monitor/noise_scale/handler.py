@@ -25,7 +25,7 @@ from ignite_monitor.model.names import parameters_of
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.ranks import NOT_REDUCED, Group
+from ignite_monitor.monitor.ranks import NOT_REDUCED
 from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal
@@ -59,8 +59,6 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
             the length of the first tensor.
         scaler: the GradScaler of the train step; without it steps through a GradScaler are not measured.
         decay: weight of earlier steps, greater than 0.905 (20 effective steps) and less than 1.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; nothing is reported if
-            DistributedDataParallel does not reduce gradients over all of them.
         prefix: prefix of the keys.
 
     Raises:
@@ -87,10 +85,9 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         items: Callable[[Any], float] | None = None,
         scaler: GradScaler | None = None,
         decay: float = 0.99,
-        group: Group = None,
         prefix: str = "noise_scale",
     ) -> None:
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix)
         check_optimizer(optimizer, model)
         if any_dtensor(model.parameters()):
             raise ValueError("Argument model should not be sharded: no rank has a gradient of its own part of a batch")
@@ -172,9 +169,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
     def _observe(self, window: list[Increment]) -> None:
         if self.lacks_scaler or not self.ranks.all_present:
             return
-        if self.ranks.exceed_wrappers or not self.ranks.reduces(parameters_of(self.optimizer)):
-            unwrapped = "no wrapper reduces the gradients over the ranks of the group"
-            self.report("no_value", f"no value: {unwrapped if self.ranks.exceed_wrappers else NOT_REDUCED}")
+        if not self.ranks.reduces(parameters_of(self.optimizer)):
+            self.report("no_value", f"no value: {NOT_REDUCED}")
             return
         device = device_of(self.model)
         unknown = torch.full((6,), math.nan, dtype=wide_dtype(device), device=device)

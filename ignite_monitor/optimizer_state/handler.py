@@ -14,7 +14,6 @@ from ignite_monitor.model.names import tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.optimizer_state.measured_step import MomentMeasurement, MomentStatistics
 
 
@@ -39,7 +38,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         optimizer: the optimizer whose state is measured.
         sample_size: the number of elements to sample per parameter; None for all.
         top_k: the number of tensors to publish by name.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the first part of the keys.
 
     Raises:
@@ -61,10 +59,9 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         *,
         sample_size: int | None = 256,
         top_k: int = 5,
-        group: Group = None,
         prefix: str = "optimizer",
     ) -> None:
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix)
         check_optimizer(optimizer, model)
         self.optimizer = optimizer
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)

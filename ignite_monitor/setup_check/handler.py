@@ -24,7 +24,6 @@ from ignite_monitor.model.modes import hidden_from_user_modes
 from ignite_monitor.model.names import unwrapped
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.reports import Report
 from ignite_monitor.setup_check.evidence import Evidence
 from ignite_monitor.setup_check.findings import FINDINGS, ITERATIONS, MOST, evaluation_mode, idle_parameters
@@ -44,7 +43,6 @@ class SetupCheck(Monitor):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: its optimizer.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: name of the check in the log.
 
     Attributes:
@@ -59,10 +57,9 @@ class SetupCheck(Monitor):
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        group: Group = None,
         prefix: str = "setup",
     ) -> None:
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix)
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.findings: list[Report] | None = None

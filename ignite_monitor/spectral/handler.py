@@ -18,7 +18,6 @@ from ignite_monitor.model.names import Pattern, Selection, listed, tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.model.updated_parameters import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.matrices import Label, MatrixWeight, labelled_matrices, matrix_weights
 from ignite_monitor.spectral.norm import METHODS, SpectralNorms
@@ -50,7 +49,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         updates: whether to measure the change of each train step, which keeps a copy of the weights.
         top_k: the number of largest norms to publish by name.
         per_parameter: whether to publish every norm by name.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the first part of the keys.
 
     Raises:
@@ -75,10 +73,9 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         updates: bool = False,
         top_k: int = 5,
         per_parameter: bool = False,
-        group: Group = None,
         prefix: str = "spectral",
     ) -> None:
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix)
         check_choice("method", method, *METHODS)
         check_type("updates", updates, bool, "bool")
         check_type("per_parameter", per_parameter, bool, "bool")

@@ -16,7 +16,6 @@ from ignite_monitor.detection.thresholds import StaticThreshold, Threshold, as_r
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.monitor.base import NoModel
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published
 
 _SIGNS = {"up": (1.0,), "down": (-1.0,), "both": (1.0, -1.0)}
@@ -41,7 +40,6 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         direction: ``"up"`` if large values are spikes, ``"down"`` if small values are, ``"both"`` if either are. With
             ``"down"`` and ``"both"`` the rule is applied to the negated value, and ``threshold`` must not be a number.
         max_consecutive_spikes: number of consecutive spikes that reset the rule.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of all names.
         flag: attribute of ``engine.state`` for the result: False until it is known, then a bool on the CPU, else a
             0-dim bool tensor.
@@ -66,11 +64,10 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         threshold: Threshold = None,
         direction: str = "up",
         max_consecutive_spikes: int = 10,
-        group: Group = None,
         prefix: str = "spike",
         flag: str = "unhealthy_value",
     ) -> None:
-        super().__init__(NoModel(), prefix, flag, max_consecutive_spikes, group)
+        super().__init__(NoModel(), prefix, flag, max_consecutive_spikes)
         self._set_value(value)
         check_choice("direction", direction, *_SIGNS)
         rule = as_rule(threshold)

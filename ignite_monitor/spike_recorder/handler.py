@@ -23,7 +23,6 @@ from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
 from ignite_monitor.model.modes import has_local_data, in_backward
 from ignite_monitor.model.names import learning_rates
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.spike_recorder.record import KeptBatch, write
 
 
@@ -46,7 +45,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         keep: largest number of files of this recorder, at least 1.
         batch: whether to save the batch: tensors, numbers, strings, and containers of them. A batch with other types,
             that the train step changes in place, or of more than 256 MiB, is not saved, with one warning.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -69,11 +67,10 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         *,
         keep: int = 20,
         batch: bool = True,
-        group: Group = None,
     ) -> None:
         if not isinstance(monitor, Monitor) or not hasattr(monitor, "flag"):
             raise TypeError(f"Argument monitor should be a GradMonitor or a SpikeMonitor, but given {type(monitor)}")
-        super().__init__(NoModel(), f"{monitor.prefix}_record", group=group)
+        super().__init__(NoModel(), f"{monitor.prefix}_record")
         check_type("directory", directory, (str, os.PathLike), "str or path")
         if Path(directory).exists() and not Path(directory).is_dir():
             raise ValueError(f"Argument directory should be a directory, but {os.fspath(directory)!r} is a file")

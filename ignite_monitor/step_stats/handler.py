@@ -26,7 +26,6 @@ from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import count_items, floating_tensors
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.step_stats.measures import StepClock, resident_memory
 
 _MOST_TENSORS = 4  # of a batch, whose RMS is published
@@ -45,7 +44,6 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         optimizer: the optimizer whose learning rates to publish.
         items: function of the batch that returns its number of items, a number or a tensor on the CPU; None for the
             length of the batch's first tensor.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of the keys.
 
     Raises:
@@ -65,10 +63,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         optimizer: Optimizer,
         *,
         items: Callable[[Any], float] | None = None,
-        group: Group = None,
         prefix: str = "step",
     ) -> None:
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix)
         check_optimizer(optimizer)
         check_function("items", items, "the batch")
         self.optimizer = optimizer

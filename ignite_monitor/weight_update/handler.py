@@ -24,7 +24,6 @@ from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.weight_update.train_step import UpdateMeasurement
 
@@ -79,7 +78,6 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             frozen, with a warning.
         top_k: the number of parameters to publish by name, of each kind; 0 for no names.
         eps: :math:`\epsilon`, greater than 0.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the first part of the keys.
 
     Raises:
@@ -111,10 +109,9 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         frozen_patience_steps: int = 3,
         top_k: int = 5,
         eps: float = 1e-12,
-        group: Group = None,
         prefix: str = "monitor",
     ) -> None:
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix)
         check_optimizer(optimizer, model, optional=True)
         self.set_scaler(scaler)
         self.optimizer = optimizer
