@@ -207,7 +207,7 @@ def public_callables():
 
 
 # What a monitor overrides is for those who write one: its docstring says what its signature does not.
-FOR_MONITORS = {"publish", "publish_table", "clear", "resolve_deferred", "start_iteration", "before_train_step"}
+FOR_MONITORS = {"publish", "publish_table", "clear", "resolve_deferred", "before_train_step"}
 
 
 def test_public_docstrings_document_every_argument():

@@ -91,7 +91,7 @@ class DetectionMonitor(CountingMonitor):
         super().load_state_dict(state_dict)
         self._reported_resets = float(self._resets())
 
-    def on_run_completed(self) -> None:
+    def on_run_end(self) -> None:
         self._report_resets(float(self._resets()))
 
     def deferred_tensors(self) -> list[Tensor]:

@@ -77,7 +77,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         self._sides: Tensor | None = None  # signs and weights of the sums, on the device of the values
         self._drifts = DeferredFlag()
 
-    def reset_run_state(self) -> None:
+    def on_run_end(self) -> None:
         self._report_drift(synchronize=True)
 
     def _detect(self, engine: Engine, number: Tensor) -> None:

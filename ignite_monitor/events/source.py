@@ -241,15 +241,13 @@ class EventSource:
 
     def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
         try:
-            self._end()
+            self._uninstall()  # and reads nothing: the device may not answer
         finally:
             original(error)
 
-    def _end(self, engine: Engine | None = None) -> None:
+    def _end(self, engine: Engine) -> None:
         try:
             for monitor in self.monitors:
-                if engine is not None and not monitor._has_failed:  # after an error the device may not answer
-                    monitor._guarded(monitor.on_run_completed)
                 if not monitor._has_failed:
                     monitor._guarded(monitor.on_run_end)
         finally:

@@ -122,7 +122,7 @@ class GradMonitor(DetectionMonitor, ScaledMonitor, schema=GRADIENT):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def start_iteration(self, engine: Engine) -> None:
+    def before_train_step(self, engine: Engine) -> None:
         iteration = engine.state.iteration
         # Steps of iterations that are not monitored are not seen.
         self._window.iteration_started(unseen=iteration != self._now.number + 1)

@@ -65,7 +65,6 @@ class Monitor(Reporter, Serializable):
     schema: ClassVar[Schema] = Schema("other", "", ())
     acts_on: Optimizer | None = None
     measures_time = False  # True in a monitor whose contexts are the innermost ones
-    is_finished = False  # True in a monitor that needs no more iterations of this run
     _is_guarded = True  # False while the monitor changes a part of training: an error has to end it
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
@@ -100,9 +99,6 @@ class Monitor(Reporter, Serializable):
         """Return Ignite's events, with functions of the engine, called first at ITERATION_STARTED."""
         return []
 
-    def start_iteration(self, engine: Engine) -> None:
-        """Prepare for a monitored iteration."""
-
     def before_train_step(self, engine: Engine) -> None:
         """Prepare for the train step of a monitored iteration, before any context of a monitor is entered."""
 
@@ -110,14 +106,11 @@ class Monitor(Reporter, Serializable):
         """Return context managers to enter around the train step."""
         return []
 
-    def on_run_completed(self) -> None:
-        """Report at the end of a run that no error has ended; comes before :meth:`on_run_end`."""
-
     def on_run_end(self) -> None:
-        """Report at the end of a run."""
+        """Report at the end of a run that no error has ended."""
 
     def reset_run_state(self) -> None:
-        """Release everything that belongs to a run that ended or was interrupted."""
+        """Release everything that belongs to a run that ended or was interrupted; called on detaching too."""
 
     def clear(self, engine: Engine) -> None:
         """Reset metrics and attributes, at the start of every iteration and on detaching."""
@@ -205,9 +198,7 @@ class Monitor(Reporter, Serializable):
                 stack.callback(vars(engine.state).pop, attribute, None)
             stack.callback(self._disconnect)
             stack.callback(self.clear, engine)
-            stack.callback(self.reset_run_state)
-            if not self._has_failed:
-                self.on_run_end()
+            self.reset_run_state()
 
     def log_to(
         self,
@@ -283,9 +274,7 @@ class Monitor(Reporter, Serializable):
         self.clear(engine)
         # Every filter is called, as by Ignite: it may have a state.
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
-        self._monitored = any(accepted) and not (self.is_finished or self._has_failed)
-        if self._monitored:
-            self._guarded(self.start_iteration, engine)
+        self._monitored = any(accepted) and not self._has_failed
 
     def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the monitor; after an error, which ends its measuring, return None."""

@@ -125,7 +125,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def start_iteration(self, engine: Engine) -> None:
+    def before_train_step(self, engine: Engine) -> None:
         self._items = math.nan
         with self._training_continues("unknown_items", "the number of items is not known"):
             items = (self.items or count_items)(engine.state.batch)

@@ -76,7 +76,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def start_iteration(self, engine: Engine) -> None:
+    def before_train_step(self, engine: Engine) -> None:
         self._measured = None
         if self._step is None or not self._step.fits():
             self._step = MomentMeasurement(self.model, self.sample_size, self.optimizer)

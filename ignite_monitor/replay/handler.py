@@ -82,13 +82,15 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         self.reset_run_state()
 
     def reset_run_state(self) -> None:
-        self.is_finished, self._same_count = False, 0
+        self._is_off, self._same_count = False, 0
 
     def before_train_step(self, engine: Engine) -> None:
+        if self._is_off:
+            return
         present = self.ranks.all_present
         reason = self._check(engine.state.batch) if present else "ranks may have run out of data under join()"
         if reason:
-            self.is_finished = True
+            self._is_off = True
             self.report("switched_off", f"off for the rest of the run: {reason}", once=False)
 
     def _check(self, batch: Any) -> str:
@@ -122,7 +124,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         text += f"{self._same_count} earlier pairs of this run were equal"
         if self._same_count < _MIN_SAME:
             return f"{text}, too few to tell a fault from a nondeterministic operation or a loss that keeps state"
-        self.is_finished = True
+        self._is_off = True
         text += ": unless the loss keeps state, test the machine for a hardware fault; off for the rest of the run"
         self.report("gradients_differ", text, severity="problem", once=False)
         return ""

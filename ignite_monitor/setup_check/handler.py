@@ -76,11 +76,10 @@ class SetupCheck(Monitor):
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [
             (Events.STARTED, self._on_started),
-            (Events.ITERATION_STARTED, self._on_iteration_started),
             (Events.ITERATION_COMPLETED, lambda engine: self.on_host()),
         ]
 
-    def on_run_completed(self) -> None:
+    def on_run_end(self) -> None:
         if self._evidence is not None and len(self._evidence.stepped) >= ITERATIONS:
             self._is_resolved = False
             self.on_host()
@@ -94,10 +93,6 @@ class SetupCheck(Monitor):
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
             self.findings = None
-
-    def _on_iteration_started(self, engine: Engine) -> None:
-        # A validation may leave the mode changed.
-        self.is_finished = self.findings is not None and engine.state.iteration % _MODE_EVERY > 0
 
     def before_train_step(self, engine: Engine) -> None:
         if self.findings is not None:
@@ -142,7 +137,9 @@ class SetupCheck(Monitor):
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)
-        self._monitored |= self._evidence is not None  # a check compares steps with what follows them at once
+        # A check compares steps with what follows them at once; after it a validation may leave the mode changed.
+        self._monitored &= self.findings is None or engine.state.iteration % _MODE_EVERY == 0
+        self._monitored |= self._evidence is not None
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         self._has_gradient = True

@@ -98,7 +98,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         return [*handlers, (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     @torch.no_grad()
-    def start_iteration(self, engine: Engine) -> None:
+    def before_train_step(self, engine: Engine) -> None:
         self._norms, self._before = None, []
         if not self.updates:
             return
@@ -106,8 +106,10 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self._before = [(weight, weight.parameter.detach().clone()) for weight in weights]
         self._stepped = UpdatedParameters({id(weight.parameter): index for index, weight in enumerate(weights)})
 
-    def reset_run_state(self) -> None:
+    def on_run_end(self) -> None:
         self._report_nonfinite(wait=True)
+
+    def reset_run_state(self) -> None:
         self._before, self._stepped = [], UpdatedParameters({})
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:

@@ -104,10 +104,8 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def start_iteration(self, engine: Engine) -> None:
-        self.reset_run_state()
-
     def before_train_step(self, engine: Engine) -> None:
+        self.reset_run_state()
         with self._training_continues("unreadable_batch", "the batch can't be measured"):
             self._measure_batch(engine.state.batch)  # now, since the train step may change the batch
 

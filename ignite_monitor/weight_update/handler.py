@@ -189,7 +189,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def start_iteration(self, engine: Engine) -> None:
+    def before_train_step(self, engine: Engine) -> None:
         if self._step is not None and not self._step.fits():
             self.reset_run_state()
         if self._step is None:

@@ -139,7 +139,7 @@ def test_the_loss_and_the_tensors_decide_without_a_monitor_that_has_failed(monke
     run = Run({12: math.inf})
     run.trainer.add_event_handler(
         Events.ITERATION_STARTED(once=3),
-        lambda: monkeypatch.setattr(run.monitor, "start_iteration", lambda engine: 1 / 0),
+        lambda: monkeypatch.setattr(run.monitor, "before_train_step", lambda engine: 1 / 0),
     )
     assert run.run(event=Events.ITERATION_COMPLETED(every=5)) == [5, 10]
 

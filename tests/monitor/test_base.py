@@ -118,7 +118,7 @@ def test_a_prefix_inside_of_another_is_refused(one, other):
 
 def test_an_error_of_one_monitor_detaches_the_others():
     class Failing(Smallest):
-        def on_run_end(self):
+        def reset_run_state(self):
             raise RuntimeError("no report")
 
     model, optimizer, trainer = make_trainer()

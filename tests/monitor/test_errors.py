@@ -27,7 +27,6 @@ from ignite_monitor.routing import decisions
 from tests._helpers import assert_same, make_step, mlp_batches
 
 PLACES = (
-    "start_iteration",
     "before_train_step",
     "train_step_contexts",
     "context",
@@ -62,11 +61,8 @@ class Failing(Monitor):
     def engine_handlers(self):
         return [(Events.ITERATION_COMPLETED, lambda engine: self.fails_at("ITERATION_COMPLETED"))]
 
-    def start_iteration(self, engine):
-        self.count += 1
-        self.fails_at("start_iteration")
-
     def before_train_step(self, engine):
+        self.count += 1
         self.fails_at("before_train_step")
 
     def train_step_contexts(self):
@@ -143,7 +139,7 @@ def test_training_continues_and_the_others_measure(place, caplog):
 
 def test_an_error_while_it_is_detached_leaves_nothing_attached():
     _, _, [monitor], trainer = trained(lambda model, _: Failing(model, None))
-    monitor.reset_run_state = monitor.on_run_end = lambda: 1 / 0
+    monitor.reset_run_state = lambda: 1 / 0
     before = len(EventSource.on(trainer).monitors)
     with pytest.raises(ZeroDivisionError):
         monitor.detach()
@@ -152,7 +148,7 @@ def test_an_error_while_it_is_detached_leaves_nothing_attached():
 
 @pytest.mark.allows_failed_monitors
 def test_it_measures_again_when_attached_again():
-    _, rows, (failing,), trainer = trained(lambda m, _: Failing(m, "start_iteration"))
+    _, rows, (failing,), trainer = trained(lambda m, _: Failing(m, "before_train_step"))
     assert [row.get("failing/count") for row in rows] == [1, None, None, None]
     failing.detach()
     failing.place = None
@@ -199,7 +195,7 @@ def test_errors_while_weights_are_restored_end_training(monkeypatch):
     def handler(model, optimizer):
         result = RollbackHandler({"model": model, "optimizer": optimizer})
         monkeypatch.setattr(result._training, "restore", lambda state: 1 / 0)
-        monkeypatch.setattr(type(result), "start_iteration", lambda self, engine: self.request("to see it fail"))
+        monkeypatch.setattr(type(result), "before_train_step", lambda self, engine: self.request("to see it fail"))
         return result
 
     with pytest.raises(ZeroDivisionError):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -190,7 +190,7 @@ def test_a_flipped_bit_in_one_pass_is_found():
 
     model = nn.Sequential(make_model(), Faulty())
     trainer, rows, handler = Engine(make_step(model, sgd(model))), [], Replay(model)
-    handler.start_iteration = lambda engine: draw()
+    trainer.add_event_handler(Events.ITERATION_STARTED, draw)
     handler.attach(trainer)
     trainer.add_event_handler(MonitorEvents.TRAIN_STEP_COMPLETED, lambda: rows.append(dict(trainer.state.metrics)))
     for _ in range(25):  # a difference switches it off for the rest of the run
