@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, attention_entropy
+from ignite_monitor.model._torch import in_backward
 from ignite_monitor.model.forward import after_forward, before_forward
-from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes, in_backward
+from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes
 
 
 class Reason(NamedTuple):

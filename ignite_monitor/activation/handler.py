@@ -19,10 +19,11 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
+from ignite_monitor.model._torch import eager
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import whole_tensor
-from ignite_monitor.model.modes import eager, hidden_from_user_modes
-from ignite_monitor.model.names import Pattern, Selection, modules_by_name, named_parameters, tags
+from ignite_monitor.model.modes import hidden_from_user_modes
+from ignite_monitor.model.names import Pattern, Selection, named_modules, named_parameters, tags
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.step_gradients import StepGradients
@@ -105,7 +106,9 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._metrics = {family: MetricSet(argument, metrics or {}) for family, (argument, metrics) in given.items()}
         check_type("attention", attention, bool, "bool")
         self._selection = Selection(include, exclude)
-        names = [name or "_root_" for name in modules_by_name(model)] + [name for name, _, _ in named_parameters(model)]
+        names = [name or "_root_" for name in dict(named_modules(model))] + [
+            name for name, _, _ in named_parameters(model)
+        ]
         if not any(name in self._selection for name in names):
             raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
         self._attention = attention
@@ -221,7 +224,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         if self._source is None or self._known is self._source.trackers[id(self.model)].parameters:
             return
         self._known = self._source.trackers[id(self.model)].parameters
-        self._modules = modules = modules_by_name(self.model)
+        self._modules = modules = dict(named_modules(self.model))
         self._layers = {modules[name]: layer for name, layer in self._tagged(modules).items()}
         self._units = UnitDimensions(modules.values())
         parameters = {name: parameter for name, parameter, _ in named_parameters(self.model)}

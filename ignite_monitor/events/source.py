@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -23,12 +23,7 @@ from ignite_monitor.events.gradient_tracker import (
 from ignite_monitor.events.hooks import Patch, remove_all, weak_method
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.step_owner import StepOwner
-from ignite_monitor.model._torch import (
-    EVENT_HANDLERS,
-    HANDLE_EXCEPTION,
-    TRAIN_STEP,
-)
-from ignite_monitor.model.modes import users_grad_mode
+from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, in_backward
 
 
 class EventSource:
@@ -141,7 +136,7 @@ class EventSource:
     def users_code(self) -> Iterator[None]:
         """Call code of the user's, whose errors end training."""
         try:
-            with users_grad_mode():
+            with torch.enable_grad() if in_backward() else nullcontext():  # autograd disables them in a backward pass
                 yield
         except Exception as error:
             self.users_error = error

@@ -24,7 +24,7 @@ from ignite_monitor.gradient.detector import GradientDetection, GradientDetector
 from ignite_monitor.gradient.publication import IterationState, numbers_of, to_spike
 from ignite_monitor.gradient.window import NO_GRADIENT, NO_STEP, GradientWindow
 from ignite_monitor.keys import GRADIENT
-from ignite_monitor.model.modes import in_backward
+from ignite_monitor.model._torch import in_backward
 from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group

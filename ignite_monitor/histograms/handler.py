@@ -18,16 +18,17 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
+from ignite_monitor.model._torch import eager, in_backward
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import reshard, whole_tensor
 from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import in_second_pass
-from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes, in_backward
+from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
     hookable,
-    modules_by_name,
+    named_modules,
     named_parameters,
     tags,
     unwrapped,
@@ -209,7 +210,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     def _chosen_modules(self) -> dict[nn.Module, str]:
         """Modules with a forward, and their tags."""
-        modules = hookable(modules_by_name(self.model))
+        modules = hookable(dict(named_modules(self.model)))
         named = {name or "_root_": item for name, item in modules.items() if type(item).forward != nn.Module.forward}
         return self._chosen({name: item for name, item in named.items() if name in self._selection})
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -232,8 +230,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 def eager() -> Iterator[None]:
     """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
 
-    Hooks registered after the first compiled call would not run otherwise. Nothing is compiled again. One line is
-    logged for each function other than a module's.
+    Hooks registered after the first compiled call would not run otherwise. Nothing is compiled again.
     """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
     if frames is None:  # nothing is compiled yet
@@ -244,12 +241,8 @@ def eager() -> Iterator[None]:
     @untraced
     def decide_by_function(callback: Any) -> Any:
         function: Any = inspect.unwrap(sys._getframe(1).f_locals["fn"])
-        module = str(getattr(function, "__module__", ""))
-        if module.startswith("torch.nn.attention"):
-            return callback
-        if callback and not isinstance(getattr(function, "__self__", function), nn.Module):
-            _log_function(f"{module}.{getattr(function, '__qualname__', '')}")
-        return decide(callback)
+        is_attention = str(getattr(function, "__module__", "")).startswith("torch.nn.attention")
+        return callback if is_attention else decide(callback)
 
     with torch.compiler.set_stance("force_eager"):
         frames._callback_from_stance = decide if is_forced else decide_by_function
@@ -257,13 +250,6 @@ def eager() -> Iterator[None]:
             yield
         finally:
             frames._callback_from_stance = decide
-
-
-@functools.cache
-def _log_function(name: str) -> None:
-    logging.getLogger(__name__).info(
-        f"{name} is compiled, and runs eagerly in monitored iterations: results may differ in their last bits"
-    )
 
 
 # Ignite's engines

@@ -1,4 +1,4 @@
-"""Modes to compute in: eager, hidden from the user's modes, at full precision, or with gradients enabled."""
+"""Modes to compute in: hidden from the user's modes, or at full precision."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from ignite_monitor.model._torch import (
     unseen_by_dispatch,
     unseen_by_functions,
 )
-from ignite_monitor.model._torch import eager as eager
-from ignite_monitor.model._torch import in_backward as in_backward
 
 
 @contextmanager
@@ -46,11 +44,6 @@ def has_local_data(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor))
     )
-
-
-def users_grad_mode() -> AbstractContextManager[Any]:
-    """Call a user's function with gradients enabled, which autograd disables in a backward pass."""
-    return torch.enable_grad() if in_backward() else nullcontext()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ignite_monitor.model._torch import WRAPPED, parameters_in
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the names they have without wrappers of torch; a wrapper itself has that of what it wraps."""
+    """Modules with the names they have without wrappers of torch; a wrapper comes before what it wraps, by its name."""
     names = {"": ""}
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -33,7 +33,6 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own model, without its wrappers."""
-    # A wrapper comes before what it wraps, by the same name.
     return [module for name, module in named_modules(model) if not name][-1]
 
 
@@ -112,11 +111,6 @@ def _number(value: Any) -> float | Tensor | None:
     if isinstance(value, Tensor):
         return value.detach().reshape(()) if value.numel() == 1 and not value.is_complex() else None
     return float(value) if isinstance(value, Real) else None
-
-
-def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The user's own modules by name, without wrappers."""
-    return dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
 
 
 def is_layer(name: str, module: nn.Module) -> bool:

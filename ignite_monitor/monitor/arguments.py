@@ -96,14 +96,6 @@ def check_attachable(monitor: Any, engine: Engine) -> None:
             raise ValueError(f"Another monitor on this engine has the prefix {taken!r}: {again} of its own")
 
 
-def check_handlers(monitor: Any, handlers: Any, engine_handlers: Any) -> None:
-    """Refuse what would silently go wrong: errors that Ignite swallows, and methods of another object."""
-    if any(event == Events.EXCEPTION_RAISED for event, _ in engine_handlers):  # where Ignite 0.5.5 swallows the error
-        raise ValueError("engine_handlers() should return other events than EXCEPTION_RAISED")
-    if any(getattr(handler, "__self__", None) is not monitor for _, handler in handlers):  # which events hold weakly
-        raise TypeError(f"handlers() should return methods of the monitor, but returned {handlers}")
-
-
 def events_of(event: Any, only: Events | None = None) -> list[CallableEventWithFilter]:
     """Return the events of an event or a list of events; ValueError if there is another one than ``only``."""
     if not isinstance(event, (CallableEventWithFilter, EventsList)):

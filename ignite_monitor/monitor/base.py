@@ -161,7 +161,6 @@ class Monitor(Reporter, Serializable):
         arguments.check_attachable(self, engine)
         self._has_failed = False
         handlers, engine_handlers = self.handlers(), self.engine_handlers()
-        arguments.check_handlers(self, handlers, engine_handlers)
         try:
             self.ranks.resolve()
             self._source, self._engine = EventSource.of(engine), weakref.ref(engine)

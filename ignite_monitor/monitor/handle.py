@@ -37,7 +37,6 @@ class MonitorHandle(Serializable):
         connect_loggers: Callable[[str, Any], None] = lambda name, monitor: None,
     ) -> None:
         self.monitors = MappingProxyType({name: monitor for name, (monitor, _) in monitors.items()})
-        self._saved = self.monitors
         self._engine = weakref.ref(engine)
         with ExitStack() as undo:
             for name, (monitor, event) in monitors.items():
@@ -58,7 +57,7 @@ class MonitorHandle(Serializable):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return name -> state of the monitor."""
-        return OrderedDict((name, item.state_dict()) for name, item in self._saved.items())
+        return OrderedDict((name, item.state_dict()) for name, item in self.monitors.items())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the states of all monitors.
@@ -72,16 +71,16 @@ class MonitorHandle(Serializable):
             ValueError: if it has the state of no monitor here, or a monitor refuses its state; nothing is loaded then.
         """
         check_type("state_dict", state_dict, Mapping, "Mapping")
-        both = [name for name in self._saved if name in state_dict]
+        both = [name for name in self.monitors if name in state_dict]
         if self.monitors and not both:
             raise ValueError(f"Argument state_dict should have states of {[*self.monitors]}, but has {[*state_dict]}")
-        different = set(self._saved) ^ set(state_dict)
+        different = set(self.monitors) ^ set(state_dict)
         if different:
             text = "saved and attached monitors differ: not loaded: %s"
             logging.getLogger(__name__).warning(text, ", ".join(sorted(different)))
         with ExitStack() as undo:
             for name in both:
-                item = self._saved[name]
+                item = self.monitors[name]
                 undo.callback(item.load_state_dict, item.state_dict())
                 item.load_state_dict(state_dict[name])
             undo.pop_all()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import NonFiniteSource
-from ignite_monitor.model._torch import DispatchMode, changes_gradients, version
+from ignite_monitor.model._torch import DispatchMode, changes_gradients, eager, version
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass, set_generator_state
-from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes
+from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls

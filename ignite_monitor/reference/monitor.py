@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.model.modes import eager
+from ignite_monitor.model._torch import eager
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.reference.passes import Comparison, ReferencePasses

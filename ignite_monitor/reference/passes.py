@@ -18,7 +18,7 @@ from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import after_forward, before_forward, running_modules
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import without_dispatch_modes
-from ignite_monitor.model.names import hookable, modules_by_name
+from ignite_monitor.model.names import hookable, named_modules
 from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.reference.reference import NotComparableError, Reference, user_forward_hooks
 
@@ -96,7 +96,7 @@ class ReferencePasses:
         self.comparison.clear()
         self.incomplete.clear()
         self._step_count += 1
-        self._modules = modules_by_name(self._reference.root)
+        self._modules = dict(named_modules(self._reference.root))
         hooked = hookable(self._modules)
         self._model_names = {hooked[name]: name for name in self._names if name in hooked}
         skipped = [name for name in self._names if name in self._modules and name not in hooked]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.model._torch import buffers_in, known_forward_hooks, parameters_in, remove_hooks
+from ignite_monitor.model._torch import buffers_in, eager, known_forward_hooks, parameters_in, remove_hooks
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import generators_of, in_second_pass, isolated_pass, preserved_rng_state
-from ignite_monitor.model.modes import eager, without_dispatch_modes, without_saved_tensors_hooks
-from ignite_monitor.model.names import modules_by_name, unwrapped
+from ignite_monitor.model.modes import without_dispatch_modes, without_saved_tensors_hooks
+from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.monitor.arguments import check_generators
 
 
@@ -56,8 +56,8 @@ class Reference:
         else:
             error_kind = ValueError if isinstance(reference, str) else TypeError
             raise error_kind(f"Argument reference should be 'init' or a module, but given {reference!r}")
-        self.modules = modules_by_name(self.module)
-        self._model_modules = modules_by_name(self.root)
+        self.modules = dict(named_modules(self.module))
+        self._model_modules = dict(named_modules(self.root))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Weights of a copy; None for a module that was given."""
@@ -126,7 +126,7 @@ def _check_same(model: dict[str, str], other: dict[str, str], argument: str) -> 
 
 def _structure(model: nn.Module) -> dict[str, str]:
     """The classes of modules and the shapes of parameters by name, whatever wraps or shards them."""
-    modules = modules_by_name(model).items()
+    modules = dict(named_modules(model)).items()
     # fully_shard makes a class FSDPLinear out of Linear.
     kinds = {f"module {name!r}": type(module).__name__.removeprefix("FSDP") for name, module in modules}
     parameters = [(name, *item) for name, module in modules for item in module.named_parameters(recurse=False)]

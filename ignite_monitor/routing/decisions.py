@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import in_backward
 from ignite_monitor.model.devices import move_like, wide_dtype
 from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import in_second_pass
-from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
+from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
 

@@ -12,10 +12,10 @@ from torch import nn
 from ignite_monitor.checks import check_count, check_pattern
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROUTING
+from ignite_monitor.model._torch import eager
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.forward import after_forward
-from ignite_monitor.model.modes import eager
-from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags, unwrapped
+from ignite_monitor.model.names import Pattern, hookable, named_modules, tags, unwrapped
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import NamedValues
@@ -90,7 +90,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
         """Routers, and their names for loggers."""
         routers = {
             name or "_root_": module
-            for name, module in hookable(modules_by_name(self.model)).items()
+            for name, module in hookable(dict(named_modules(self.model))).items()
             if (is_of_transformers(module) if self._pattern is None else self._pattern.search(name or "_root_"))
         }
         return dict(zip(routers.values(), tags(routers), strict=True))

@@ -20,7 +20,7 @@ from ignite_monitor.keys import ALIGNMENT
 from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, is_linear, linear_output
 from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes
-from ignite_monitor.model.names import Pattern, Selection, modules_by_name, tags
+from ignite_monitor.model.names import Pattern, Selection, named_modules, tags
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.reference.passes import Call, Comparison
@@ -198,7 +198,7 @@ def fan_in(module: nn.Module) -> float:
 
 def measurable_layers(model: nn.Module, parametrization: Parametrization | None) -> list[str]:
     """Return the names of modules whose alignment is defined; of a parametrization, of hidden layers and readouts."""
-    modules = modules_by_name(model)
+    modules = dict(named_modules(model))
     if parametrization is not None:
         layers = [layer for layer in parametrization.layers.values() if layer.role != "embedding"]
         modules = {layer.module: modules[layer.module] for layer in layers if layer.module in modules}

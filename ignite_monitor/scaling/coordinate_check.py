@@ -22,7 +22,7 @@ from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import preserved_rng_state
 from ignite_monitor.model.linear_maps import feature_dim
-from ignite_monitor.model.names import is_layer, modules_by_name, tags
+from ignite_monitor.model.names import is_layer, named_modules, tags
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.scaling.coordinate_result import QUANTITIES, CoordinateCheck, Record
@@ -137,7 +137,7 @@ def _train(
         _seed(seed, engine.state.iteration)
         step(make_batch(width))
 
-    layers = {module: name for name, module in modules_by_name(model).items() if is_layer(name, module)}
+    layers = {module: name for name, module in dict(named_modules(model)).items() if is_layer(name, module)}
     handler, engine = RCCHandler(model), Engine(train_step)
     outputs: dict[str, list[tuple[int, float]]] = defaultdict(list)  # numbers of features, and mean squares
     records: list[Record] = []

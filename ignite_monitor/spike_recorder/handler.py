@@ -19,8 +19,9 @@ from ignite_monitor.activation.record import recording
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
+from ignite_monitor.model._torch import in_backward
 from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
-from ignite_monitor.model.modes import has_local_data, in_backward
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import learning_rates
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.spike_recorder.record import KeptBatch, write

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ignite_monitor.model._torch import in_backward
 from ignite_monitor.model.forward import (
     ModuleHook,
     after_forward,
     before_forward,
     running_module,
 )
-from ignite_monitor.model.modes import in_backward
 from tests._helpers import assert_same
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ignite_monitor.model.names import modules_by_name
+from ignite_monitor.model.names import named_modules
 from ignite_monitor.reference.passes import Comparison, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
@@ -48,6 +48,6 @@ class Reporter:
 def watch(model, reference="init"):
     recorder, reporter = Recorder(), Reporter()
     reference = Reference(model, reference)
-    passes = ReferencePasses(reference, modules_by_name(model), recorder, reporter.report)
+    passes = ReferencePasses(reference, dict(named_modules(model)), recorder, reporter.report)
     recorder.incomplete, recorder.reporter = passes.incomplete, reporter  # to which the passes hold a weak reference
     return passes, recorder, reporter.texts

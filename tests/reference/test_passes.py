@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ignite_monitor.model.isolation import in_second_pass
-from ignite_monitor.model.names import modules_by_name
+from ignite_monitor.model.names import named_modules
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
 from tests._helpers import assert_same
@@ -222,7 +222,7 @@ def test_what_is_kept_is_freed_as_the_model_reaches_it():
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     recorder = Counting()
-    names = [name for name in modules_by_name(model) if name]
+    names = [name for name in dict(named_modules(model)) if name]
     passes = ReferencePasses(Reference(model, "init"), names, recorder, Reporter().report)
     gc.disable()
     try:
