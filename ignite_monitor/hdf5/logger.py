@@ -106,20 +106,18 @@ class HDF5Logger(BaseLogger):
             reports: the list to which the monitor appends.
             named: True if the engine is known to train.
         """
-        trainer, is_guessed, recorder = self._trainer, self._is_guessed, self._recorder
-        sources = {} if recorder is None else recorder.sources.copy()
-        try:
+        recorder = self._recorder
+        with contextlib.ExitStack() as undo:
+            undo.callback(vars(self).update, _trainer=self._trainer, _is_guessed=self._is_guessed)
+            if recorder is not None:
+                undo.callback(vars(recorder).update, sources=recorder.sources.copy())
+                if self._trainer is None:
+                    undo.callback(recorder.leave_trainer)
             trains = self._admit(engine, named=named)
             if recorder is not None and reports is not None:
                 recorder.add_source(reports, trains=trains)
             yield
-        except BaseException:
-            if recorder is not None:
-                recorder.sources = sources
-            if recorder is not None and trainer is None:
-                recorder.leave_trainer()
-            self._trainer, self._is_guessed = trainer, is_guessed
-            raise
+            undo.pop_all()
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
