@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,7 +95,6 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._parts = {"policy": self._policy, "snapshots": self._snapshots, "triggers": triggers, "loss": threshold}
         self._request = ""
         self._count = self._discarded_count = 0
-        self._layout: list[Any] = []
         self._restoring: list[Any] = []  # handle of the second restore of an iteration
 
     def request(self, reason: str) -> None:
@@ -138,36 +136,34 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         count, discarded_count = state_dict["counts"]
         if any(loaded[name].keys() != public(part).keys() for name, part in self._parts.items()):
             raise ValueError(f"Argument state_dict should hold states of {[*self._parts]}, but it does not")
-        states = [it["state"] for it in (*loaded["snapshots"]["all"], loaded["snapshots"]["resumable"]) if it]
-        if any(state.keys() != (expected := self._training.objects.keys()) for state in states):
-            raise ValueError(f"Argument state_dict should hold snapshots of {[*expected]}, but it does not")
         for name, part in self._parts.items():
             vars(part).update(loaded[name])
         self._count, self._discarded_count = count, discarded_count
-        self._layout = self._training.layout()
-        if not all(map(self._training.fits, states)):
-            self.forget()
-            self.report("other_parameters", "the saved snapshots are of other parameters: dropped", once=False)
+        self._forget_unfit()
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [(Events.ITERATION_STARTED, self._on_iteration_started)]
 
     def _on_iteration_started(self, engine: Engine) -> None:
         """Take a snapshot before any other handler has changed anything in this iteration."""
-        before, policy = engine.state.iteration - 1, self._policy
-        age = before - self._snapshots.all[-1]["iteration"] if self._snapshots.all else math.inf
-        if (layout := self._training.layout()) != self._layout or age < 0:
-            self.forget()  # no snapshot fits the model, or they are of a run that was longer
-            self._layout, age = layout, math.inf
-        is_due = age == math.inf or (policy.healthy and age >= self.every)
-        if policy.phase == WATCHING and is_due:
-            self._snapshots.make_room()
-            self._snapshots.all.append(self._snapshot(before))
+        before, snapshots = engine.state.iteration - 1, self._snapshots
+        if snapshots.all and before < snapshots.all[-1]["iteration"]:
+            self.forget()  # they are of a run that was longer
+        if self._policy.phase == WATCHING and snapshots.is_due(before, self._policy.healthy):
+            self._forget_unfit()
+            snapshots.make_room()
+            snapshots.all.append(self._snapshot(before))
 
     def _snapshot(self, iteration: int) -> Snapshot:
-        state = clone(self._training.state(), on_host=self._on_host)
         thresholds = {name: threshold.threshold_state() for name, threshold in self._thresholds().items()}
-        return {"iteration": iteration, "state": state, "thresholds": thresholds}
+        state, layout = clone(self._training.state(), on_host=self._on_host), self._training.layout()
+        return {"iteration": iteration, "layout": layout, "state": state, "thresholds": thresholds}
+
+    def _forget_unfit(self) -> None:
+        """Drop all snapshots if the newest one is of other objects or parameters, and can't be restored."""
+        if self._snapshots.all and self._snapshots.all[-1]["layout"] != self._training.layout():
+            self.forget()
+            self.report("other_parameters", "the snapshots are of other objects or parameters: dropped", once=False)
 
     def handlers(self) -> Handlers:
         return [(Phase.SIGNALS_PUBLISHED, self._on_signals_published)]
@@ -190,6 +186,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             signals.ruin = self._ruin(iteration)
         was_phase, action = policy.phase, policy.next(signals, iteration)
         if action != Action.NONE:
+            self._forget_unfit()
+            if not self._snapshots.all:
+                return
             is_start = was_phase == WATCHING
             # A probe may continue from this iteration.
             self._discarded_count += not (is_start or action == Action.PROBE)
@@ -257,6 +256,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._restoring.append(again)
 
     def _restore_again(self, engine: Engine, state: Any) -> None:
+        self._forget_unfit()  # a handler may have changed the model
         if self._restoring:  # Ignite still calls a handler that one before it has removed
             remove_all(self._restoring)
             self._training.restore(state)  # Ignite calls it: an error ends training
@@ -266,8 +266,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._triggers.accept(self._policy.failed, iteration)
             self._snapshots.clear()
         else:
-            self._snapshots.drop_newer(self._snapshots.restored)
-            self._snapshots.resumable = None
+            self._snapshots.end()
         self._triggers.signs.clear()
         text = "%s: iteration %d: recovered; %d discarded so far"
         self.logger.info(text, self._title, iteration, self._discarded_count)

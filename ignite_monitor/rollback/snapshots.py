@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Mapping
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ignite_monitor.monitor.base import Monitor, MonitorHandle
 from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
-Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds; nothing changes them
+Snapshot = dict[str, Any]  # iteration, layout, and copies of state and thresholds; nothing changes them
 
 
 class Snapshots:
@@ -38,6 +37,10 @@ class Snapshots:
         self.restored_at = -math.inf  # iteration in which it was restored
         self.resumable: Snapshot | None = None  # the state before a rollback or a probe
 
+    def is_due(self, iteration: int, healthy: int) -> bool:
+        """Return True if a snapshot has to be taken, after a number of healthy iterations."""
+        return not self.all or (healthy > 0 and iteration - self.all[-1]["iteration"] >= self._every)
+
     def make_room(self) -> None:
         """Drop a snapshot if one more would be too many."""
         older = self.all[: 1 - limits.RECENT]
@@ -52,17 +55,17 @@ class Snapshots:
         return usable[-1] if usable else self.all[0]
 
     def start(self, iteration: int, first_sign: int) -> None:
-        """Drop the snapshots that an instability may have damaged.
+        """Drop the snapshots that an instability may have damaged; the oldest one is kept.
 
         Those that remain are older than the first sign by more than the delay of its detection, and older than the one
         restored last if that is unconfirmed. All get the thresholds of the newest one from before the first sign: older
         ones may have none yet.
         """
-        newest, delay = self.before(first_sign), iteration - first_sign
+        thresholds, delay = self.before(first_sign)["thresholds"], iteration - first_sign
         is_confirmed = first_sign - self.restored_at >= max(limits.MEMORY, limits.CONFIRMED * delay)
-        self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
-        self.drop_newer(self.before(first_sign - delay)["iteration"])
-        self.all = [snapshot | {"thresholds": newest["thresholds"]} for snapshot in self.all]
+        end = min(first_sign - delay - 1, math.inf if is_confirmed else self.restored)
+        older = [snapshot for snapshot in self.all if snapshot["iteration"] < end]
+        self.all = [snapshot | {"thresholds": thresholds} for snapshot in older or self.all[:1]]
 
     def choose(self, iteration: int, candidate: int) -> Snapshot:
         """Return the newest snapshot (candidate 0), the one before (1) … to restore it; the newest after the oldest."""
@@ -70,9 +73,10 @@ class Snapshots:
         self.restored, self.restored_at = chosen["iteration"], iteration
         return chosen
 
-    def drop_newer(self, iteration: int) -> None:
-        """Drop the snapshots from after an iteration; the oldest one is kept."""
-        self.all = [snapshot for snapshot in self.all if snapshot["iteration"] <= iteration] or self.all[:1]
+    def end(self) -> None:
+        """Drop the snapshots from after the one restored last, and the state set aside."""
+        self.all = [snapshot for snapshot in self.all if snapshot["iteration"] <= self.restored]
+        self.resumable = None
 
 
 class TrainingState:
@@ -104,19 +108,14 @@ class TrainingState:
         for parameter in chain(*(module.parameters() for module in self.modules)):
             parameter.grad = None
 
-    def layout(self) -> list[Any]:
-        """Names, identities, shapes and dtypes of all parameters."""
-        named = chain(*(module.named_parameters() for module in self.modules))
-        return [(name, id(parameter), *_kind(parameter)) for name, parameter in named]
-
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if a state has parameters of the same names, shapes and dtypes."""
-        modules = [(state[name], obj) for name, obj in self.objects.items() if isinstance(obj, nn.Module)]
-        named = [(saved.get(path), item) for saved, obj in modules for path, item in obj.named_parameters()]
-        return all(tensor is not None and _kind(tensor) == _kind(parameter) for tensor, parameter in named)
-
-
-_kind = attrgetter("shape", "dtype")
+    def layout(self) -> list[str]:
+        """Describe objects, parameters and their number in each group; a state fits the layout that it had."""
+        layout = [*self.objects]
+        for name, obj in self.objects.items():
+            named = obj.named_parameters() if isinstance(obj, nn.Module) else ()
+            layout += [f"{name}.{path} {tuple(item.shape)} {item.dtype}" for path, item in named]
+            layout += [f"{name} {len(group['params'])}" for group in getattr(obj, "param_groups", ())]
+        return layout
 
 
 def public(obj: object) -> dict[str, Any]:
@@ -146,9 +145,9 @@ def clone(state: Any, into: Any = None, *, on_host: bool = False) -> Any:
 
 
 def _fits(tensor: Tensor, into: Tensor) -> bool:
-    if not (into.layout is tensor.layout is torch.strided) or 0 in into.stride() or into.is_inference():  # 0: expanded
+    if into.is_inference() or (into.shape, into.dtype, into.layout) != (tensor.shape, tensor.dtype, tensor.layout):
         return False
-    return into.shape == tensor.shape and into.dtype is tensor.dtype
+    return into.is_sparse or (into.layout is torch.strided and 0 not in into.stride())  # 0: expanded
 
 
 def finite(state: Any) -> dict[Place, bool]:
@@ -174,11 +173,7 @@ def _restore(obj: Any, state: Any) -> None:
     if isinstance(obj, nn.Module):
         current = _state_of(obj)
         for name, tensor in clone(state, current).items():
-            if tensor is current.get(name, tensor):
-                continue
-            if isinstance(current[name], nn.Parameter):  # such as a sparse one
-                current[name].data = tensor
-            else:
+            if tensor is not current.get(name, tensor):  # a buffer that was replaced
                 path, _, leaf = name.rpartition(".")
                 setattr(obj.get_submodule(path), leaf, tensor)
     elif _is_plain(inner := _inner(obj)):  # in place, since load_state_dict() may change dtypes

