@@ -11,7 +11,7 @@ GRADIENT = Schema("grad", "grad", (
     Key("threshold", "threshold; a larger norm is a spike; not reported during the warm-up of the rule"),
     Key("mean", "running mean of the norms, from which the threshold is derived"),
     Key("std", "running sample standard deviation of the norms; not reported before the second norm"),
-    Key("spike", "1 if the norm or the loss is a spike, else 0"),
+    Key("spike", "1 if the gradient is a spike, else 0"),
     Key("culprit/{name}", "at a spike, the parameter's share of the excess of gradients over their thresholds",
         when="with ``per_parameter=True``"),
     Key("scale", "loss scale of the ``scaler``", when="with ``scaler``"),

@@ -67,7 +67,8 @@ class Values:
         monitor = self.monitor()
         if monitor is None:
             return {}
-        if not monitor.metrics and monitor._attached_to() is None:
+        # Ignite still calls the handlers of an event in which one of them has detached the monitor.
+        if monitor._log_handlers and monitor._attached_to() is None:
             monitor.report(
                 "not_attached", "log_to() was called, but the monitor is not attached, so nothing is measured"
             )

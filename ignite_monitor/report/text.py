@@ -28,8 +28,10 @@ def describe(described: Summary | Comparison, every: bool) -> list[RenderableTyp
     """Describe a run, or two side by side: findings, and a table of metrics or of what differs."""
     if isinstance(described, Comparison):
         return _comparison(described, every)
-    extent = f": iterations {described.first} to {described.last}, {plural(len(described.metrics), 'metric')}"
+    iterations, metrics = f"iterations {described.first} to {described.last}, ", described.metrics
+    extent = f": {iterations if metrics else ''}{plural(len(metrics), 'metric')}"
     head = Text.assemble((printable(described.file), "bold"), extent)
+    extent = extent if described.metrics else ": no metrics"
     rows = [statistics_cells(name, numbers) for name, numbers in described.metrics.items()]
     return [head, Text(), *findings_text(described), Text(), *_table(COLUMNS, rows, every)]
 
@@ -97,7 +99,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], every: bool) ->
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     table.add_column(header[0], overflow="fold", min_width=12)
     for column, name in enumerate(header[1:], 1):
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(row[column]) for row in kept))
+        width = max((len(row[column]) for row in kept), default=0)
+        table.add_column(name, justify="right", no_wrap=True, min_width=width)
     for name, *cells in kept:
         table.add_row(Text(printable(name)), *map(Text, cells))
     if len(kept) == len(rows):

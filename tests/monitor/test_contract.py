@@ -764,6 +764,18 @@ def test_a_logger_without_attach_is_reported_once(factory, caplog):
     assert not logger.written
 
 
+def test_a_monitor_detached_before_its_logger_writes_is_not_reported(caplog):
+    """Ignite still calls the logger's handler, since another handler of the same event has removed it."""
+    model, optimizer, trainer = make_trainer()
+    monitor, logger = GradMonitor(model, optimizer), ListLogger()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), monitor.detach)
+    monitor.attach(trainer)
+    monitor.log_to(logger, trainer)
+    trainer.run(make_batches(6))
+    assert len(logger.written) == 2
+    assert "not attached" not in caplog.text
+
+
 def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, synchronisations, on_a_device):
     model, optimizer, trainer = quiet_trainer(factory.parts)
     other_model, other_optimizer = make_model(3), None

@@ -13,9 +13,10 @@ from unittest.mock import patch
 import h5py
 import numpy as np
 import pytest
+import torch
 from ignite.engine import Engine, Events
 
-from ignite_monitor import HDF5Logger, read_hdf5
+from ignite_monitor import GradMonitor, HDF5Logger, read_hdf5
 from ignite_monitor.cli import main
 from ignite_monitor.hdf5.layout import Name
 from tests.report import _runs as runs
@@ -87,6 +88,25 @@ def test_summary_of_a_run_with_a_spike(files, capsys):
         "train/loss is NaN from iteration 56 to the end"
     )
     assert "[bold]not markup[/] :smile:" in output
+
+
+def test_summary_of_a_run_that_failed_in_its_first_iteration(tmp_path, capsys):
+    model = torch.nn.Linear(2, 1)
+    monitor = GradMonitor(model, torch.optim.SGD(model.parameters()))
+
+    def train_step(engine, batch):
+        model(batch).sum().backward()
+        raise MemoryError
+
+    trainer = Engine(train_step)
+    with HDF5Logger(path := str(tmp_path / "run.h5"), mode="w") as logger, monitor.attach(trainer):
+        monitor.log_to(logger, trainer)
+        with pytest.raises(MemoryError):
+            trainer.run([torch.full((1, 2), np.nan)])
+    assert main(["summary", path]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{path}: 0 metrics\n")
+    assert "The model's inputs are not finite" in text
 
 
 def test_piped_output_is_plain_and_not_cut(files):
