@@ -80,8 +80,8 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
             *("at most {GROUP_RATE:g} × the other groups' median, or {GROUP_UPDATE:.0%} of the weights per step", ""),
         ),
         (
-            *("large_updates", "A step changes the weights too much: the learning rate", "step_stats"),
-            *("norm of a step at most {LARGE_UPDATE:g} × that of the parameters; 1e-3 is usual", USUAL_SIZE),
+            *("large_updates", "A step changes the weights too much: the learning rate", "weight_update"),
+            *("median update ratio at most {LARGE_UPDATE:g}; 1e-3 is usual", USUAL_SIZE),
         ),
         (
             *("exploding_gradients", "Gradients of some parameters explode", "weight_update"),
@@ -191,8 +191,8 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
     ),
     "The summary is not healthy although nothing was found": (
         (
-            *("not_monitored", "Gradients were not compared with a threshold, or a loss has no name", "grad_monitor"),
-            *('a `GradMonitor`, past its warm-up; a train step that returns `{{"loss": loss}}`', ""),
+            *("not_monitored", "Gradients had no threshold, or the loss has no name or too few values", "grad_monitor"),
+            *('a `GradMonitor`, past its warm-up; a train step that returns `{{"loss": loss}}`, 100 times', ""),
         ),
     ),
 }

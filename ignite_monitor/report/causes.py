@@ -39,22 +39,13 @@ def _damage(findings: Iterable[Finding]) -> list[Finding]:
 
 def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
-    norm, growth = monitor.get("parameter_norm").finite, _growth(monitor, run)
-    moved = run.sibling(monitor, "optimizer").get("update_norm").finite
     ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
-    # Parameters that begin at 0, as those of adapters, move by their own size without harm.
-    is_from_zero = bool((ratios.values[:1] > limits.FROM_ZERO).any())
-    falls_on = run.loss.head.median - run.loss.tail.median > limits.FLAT * abs(run.loss.head.median)
-    is_harmless = run.judges_loss and _has_fallen(run.loss) and (is_from_zero or falls_on)
-    measured = "in {0} a step moved the parameters by {1} of their norm"
-    median = "in {0} a step moved the median parameter by {1} of its norm"
+    growth = _growth(monitor, run)
+    is_harmless = run.judges_loss and _has_fallen(run.loss)
+    moved = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
-    for sizes, text, names, limit, count in (
-        (moved.over(norm), measured, (norm.name, moved.name), 1, 3),
-        (ratios, median, (ratios.name,), 1, 3),
-        (growth, grown, (norm.name,), 1, 3),
-        (growth, grown, (norm.name,), 3, 1),  # many steps are between two measurements
-    ):
+    # Many steps are between two measurements of the norm: one of three times the limit is enough.
+    for sizes, text, limit, count in ((ratios, moved, 1, 3), (growth, grown, 1, 3), (growth, grown, 3, 1)):
         large = sizes.values > limit * limits.LARGE_UPDATE
         begins = [i for i in np.flatnonzero(large).tolist() if large[i : i + count].sum() == count]
         if not begins:
@@ -64,17 +55,11 @@ def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding])
         if is_harmless and is_first and not any(it.is_symptom and it.onset <= until for it in _damage(findings)):
             continue
         what = text.format(iterations(part.iterations), listed(number(size, 2) for size in part.values))
-        what = f"Steps were too large: {what} ({names[0]}); 1e-3 is usual."
+        what = f"Steps were too large: {what} ({sizes.name}); 1e-3 is usual."
         rate = monitor.rates(part.iterations)[0]
         what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
-        before = Series(norm.iterations[1:], norm.values[:-1]).part(np.diff(norm.iterations) == 1)
-        falls = Series(before.iterations, before.values - norm.at(before.iterations))
-        shares = (falls.over(moved) or falls.over(before).over(ratios)).values[:2]
-        # Weight decay makes steps towards 0, and precedes them; the weights shrink after other large steps.
-        is_decay = len(shares) > 0 and shares.min() > limits.DECAY_SHARE
-        is_first = part.iterations[0] <= run.first_made and not is_decay
-        values = {"size": float(part.values.max())}
-        yield Finding("large_updates", "problem", what, names, part.iterations, values, onset=0 if is_first else -1)
+        values, onset = {"size": float(part.values.max())}, 0 if part.iterations[0] <= run.first_made else -1
+        yield Finding("large_updates", "problem", what, (sizes.name,), part.iterations, values, onset=onset)
         return
 
 
@@ -98,7 +83,7 @@ def _growth(monitor: MonitorSeries, run: Run) -> Series:
     sizes = np.abs(np.diff(norm.values)) / norm.values[:-1] / np.where(known == distances, made, distances)
     sizes[[place for place, _ in _changes(monitor, run)]] = 0
     sizes[_restarted(norm, run)] = 0
-    return Series(norm.iterations[1:], sizes).finite
+    return Series(norm.iterations[1:], sizes, norm.name).finite
 
 
 def _restarted(series: Series, run: Run) -> Array:
@@ -155,14 +140,12 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         if not rate >= limits.GROUP_RATE * usual > 0:
             continue
         for item, ratios in weights.items(f"largest_update_ratio/{group}/{{}}").items():
-            factors, name = ratios.over(weights.get("update_ratio_median")), groups[group].name
-            is_far = factors.median >= limits.GROUP_RATIO and ratios.median >= limits.GROUP_UPDATE
-            if len(factors.iterations) >= MIN_ONSET and is_far:
+            if len(ratios.iterations) >= MIN_ONSET and ratios.median >= limits.GROUP_UPDATE:
+                name, values = groups[group].name, {"rate": rate, "usual": usual, "size": ratios.median}
                 what = f"Parameter {group.replace('_', ' ')} has a learning rate of {number(rate, 3)} ({name}), "
-                what += f"{number(rate / usual, 2)} times that of the other groups, and moves {item} "
-                what += f"{number(factors.median, 2)} times as far for its size as the median parameter."
-                values = {"rate": rate, "usual": usual, "factor": factors.median}
-                yield Finding("group_rate", "warning", what, (name,), groups[group].iterations[:1], values)
+                what += f"{number(rate / usual, 2)} times that of the other groups, and a step moves {item} by "
+                what += f"{number(ratios.median, 2)} of its norm ({ratios.name}); 1e-3 is usual."
+                yield Finding("group_rate", "warning", what, (name, ratios.name), groups[group].iterations[:1], values)
                 break
 
 
@@ -188,7 +171,7 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         far &= index == 0 or run.loss.values[:1].sum() > limits.LARGE_INPUT  # else these are no targets
-        if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
+        if far.sum() >= MIN_ONSET and far[-max(1, len(far) // 4) :].mean() >= 0.5:
             name, (onset, since), rms = series.name, series.onset(far), series.part(far).median
             what = f"batch[{place}] is {'large' if rms > 1 else '0'} {since}: its root mean square is "
             what += f"{number(rms, 3)} ({name}); networks expect about 1."

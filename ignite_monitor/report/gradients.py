@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,27 +23,13 @@ class Norms:
     threshold: Series
     spikes: Array  # iterations with a spike of the norm, non-finite ones included
     missing: int  # number of spikes in iterations that are not in the file
-    outcomes: dict[str, Array]  # what became of a step -> iterations
+    outcomes: dict[int, str]  # iteration of a spike -> what became of its step, unless it was made
 
     def outcome(self, at: Array) -> tuple[str, bool]:
-        """Describe what became of the steps at some iterations; True if some were made without handling."""
-        if not len(at):
-            return "What became of the steps is not known.", True
-        rest, parts = at, []
-        for outcome, steps in [*self.outcomes.items(), ("made", at)]:
-            if (count := int(np.isin(rest, steps).sum())) == len(at) and outcome != "made":
-                return f"All {count} steps were {outcome}." if count > 1 else f"Its step was {outcome}.", False
-            if count:
-                parts.append(f"{count} {'were' if count > 1 else 'was'} {outcome}")
-            if outcome != "made":
-                rest = rest[~np.isin(rest, steps)]
-        if len(rest) == len(at):
-            return "No step was skipped or clipped by the handler.", True
-        return f"Of these steps {listed(parts)}.", bool(len(rest))
-
-    def described(self, at: Array) -> str:
-        """Name iterations, and their period."""
-        return f"{iterations(at)}{period(self.norm, at)}"
+        """Describe what became of the steps at some spikes; True if it is not known of all that they were handled."""
+        counts = Counter(self.outcomes.get(iteration, "made") for iteration in at.tolist())
+        known = listed(f"{count} {outcome}" for outcome, count in counts.items())
+        return f"Steps at spikes: {known or 'not known'}.", not counts or "made" in counts
 
 
 def norms_of(monitor: MonitorSeries) -> Norms | None:
@@ -57,10 +44,10 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
         norm = norm.part(keep)
     if not norm:
         return None
-    skips, clips = monitor.get("skipped_count"), monitor.get("clipped_count")
-    skipped, clipped = (counts.iterations[np.diff(counts.values, prepend=0.0) > 0] for counts in (skips, clips))
-    not_made = stepped.iterations[stepped.values == 0]
-    outcomes = {"skipped": skipped, "clipped": clipped, "not made by the train step": not_made}
+    outcomes = dict.fromkeys(np.intersect1d(spikes, stepped.iterations[stepped.values == 0]).tolist(), "not made")
+    for outcome in ("clipped", "skipped"):
+        counts = monitor.get(f"{outcome}_count")
+        outcomes |= dict.fromkeys(counts.iterations[np.diff(counts.values, prepend=0.0) > 0].tolist(), outcome)
     return Norms(norm, threshold, spikes, missing, outcomes)
 
 
@@ -131,7 +118,7 @@ def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     at, overflows = np.intersect1d(bad, norms.spikes), np.setdiff1d(bad, norms.spikes)
     if len(at):
         outcome, unhandled = norms.outcome(at)
-        what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {norms.described(at)}. {outcome}"
+        what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {iterations(at)}{period(norm, at)}. {outcome}"
         severity, advice = "warning", "" if unhandled else "Inspect these batches."
         if not np.isfinite(norm.values[-1]):
             severity, what = "problem", f"{what} The norm is not finite at the end."
@@ -152,49 +139,50 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     total = len(at) + norms.missing
     if not total:
         return
-    sizes, thresholds = norm.at(at), norms.threshold.at(at)
-    factors = np.nan_to_num(sizes / np.where(thresholds > 0, thresholds, np.nan))
+    thresholds = norms.threshold.at(at)
+    factors = np.nan_to_num(norm.at(at) / np.where(thresholds > 0, thresholds, np.nan))
     factor, rate = float(factors.max(initial=0.0)), total / max(1, len(norm.iterations))
     allowed = limits.SMALL_EXCESS_RATE if factor < limits.SMALL_EXCESS else limits.SPIKE_RATE
+    every = period(norm, at)
+    where = [f"{iterations(at)}{every}"] if len(at) else []
+    where += [f"{norms.missing} not in the file"] * bool(norms.missing)
+    what, names = f"{plural(total, 'gradient spike')} ({norm.name}): {'; '.join(where)}.", (norm.name,)
     values: dict[str, Any] = {"count": total}
-    where = ([norms.described(at)] if len(at) else []) + [f"{norms.missing} not in the file"] * bool(norms.missing)
-    what = f"{plural(total, 'gradient spike')} ({norm.name}): {'; '.join(where)}."
     if factor:
         worst = int(factors.argmax())
-        size, threshold = float(sizes[worst]), float(thresholds[worst])
-        above = "just above" if factor < 1.05 else f"{number(factor)} times"
-        what += f" The largest, in iteration {int(at[worst])}, was {number(size)}, {above} its threshold of "
-        what += f"{number(threshold)}."
-        values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
+        values |= {"worst_norm": float(norm.at(at)[worst]), "worst_threshold": float(thresholds[worst])}
+        what += (
+            f" The largest, in iteration {at[worst]}, was {number(values['worst_norm'])}, {number(factor)} times its "
+        )
+        what, names = f"{what}threshold of {number(values['worst_threshold'])}.", (*names, norms.threshold.name)
     outcome, unhandled = norms.outcome(at)
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
-    names: tuple[str, ...] = norm.name, norms.threshold.name
     if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
-        every = period(loss, high)
-        what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"
-        what, names = f"{what}{every} ({loss.name}).", (*names, loss.name)
+        also, names = period(loss, high), (*names, loss.name)
+        what += (
+            f" The loss is far above its usual value in {iterations(high if also else outliers)}{also} ({loss.name})."
+        )
+        every = every or also
     if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not len(outliers) and not norms.missing:
         what, severity, advice = f"{what} Healthy runs have as many of this size.", "note", "No action needed."
-    elif not norms.missing and _passes(norms, at):
-        kind = "periodic_spikes" if period(norm, at) or (len(outliers) and every) else "bad_batches"
-        what = f"{what} The norm then returned below the threshold."
+    elif every:
+        kind = "periodic_spikes"
+    elif not norms.missing and _are_single(norms, at, factors):
+        kind, what = "bad_batches", f"{what} The norms before and after it are usual."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
     yield Finding(kind, severity, what, names, at, values, advice, onset)
 
 
-def _passes(norms: Norms, at: Array) -> bool:
-    """Check that the largest spike, or most of them, passed: the next other norm was within the threshold before it."""
-    norm = norms.norm.finite
-    places = np.flatnonzero(np.isin(norm.iterations, at))
-    if not len(places):
+def _are_single(norms: Norms, at: Array, factors: Array) -> bool:
+    """Check that the largest spike is alone, and that spikes of its size are rare: others may follow damage."""
+    norm, large = norms.norm, factors > factors.max(initial=0.0) / 2
+    if not large.any() or large.sum() > max(1.0, limits.SPIKE_RATE * len(norm.iterations)):
         return False
-    groups = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)  # of spikes that follow each other
-    limits_before = norms.threshold.at(norm.iterations[[group[0] for group in groups]])
-    following = np.append(norm.values, np.inf)[[group[-1] + 1 for group in groups]]
-    passed = following <= limits_before
-    largest = np.argmax([norm.values[group].max() for group in groups])
-    return bool(passed[largest] or passed.mean() >= limits.PERIODIC_SHARE)
+    worst = at[factors.argmax()]
+    place = int(np.searchsorted(norm.iterations, worst))
+    around = np.pad(norm.values, 1, constant_values=np.inf)[[place, place + 2]]
+    return bool((around <= norms.threshold.at(np.array([worst]))).all())
 
 
 def period(series: Series, at: Array) -> str:

@@ -26,7 +26,7 @@ LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
 FLAT = 0.05  # relative difference of the loss at the beginning and the end
 UNEXPLAINED = 0.2  # squared standard deviation of the outputs to the loss; of trained models 1 and more
 SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
-RISING, RISE = 8, 0.5  # of nine tenths of the run that are above the former; rise of a loss of the wrong sign
+RISE = 0.5  # of a loss of the wrong sign, in each tenth of the run, as a share of its beginning
 NEGATIVE = 3.0  # times its size at the beginning, of a loss that is negative and falls
 OUTLIER, OUTLIER_WINDOW = 60.0, 51  # times the distance from median to 80th percentile, among so many: healthy ones 53
 SMALL_GRADIENT = 1e-6  # learning rate times the gradient's norm, in shares of the parameters' norm
@@ -42,16 +42,13 @@ RATE_RISE = 10.0  # times the highest rate in the first half of the run so far; 
 RATE_RISE_START = 1.5  # the same where the rise begins
 RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
 GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
-GROUP_RATIO = 4.0  # times the median update ratio that the largest of this group is; healthy groups of Muon stay below
 GROUP_UPDATE = 0.02  # of its size that it moves by in a step; 0.007 where only the head of a model is trained fast
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
-FROM_ZERO = 1e3  # times the size of the median parameter that the first step moves it, if it begins at 0
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
 
 # Weights.
 SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
-DECAY_SHARE = 0.8  # of the size of a step that the norm falls by; 1 if all of it is weight decay
 SUDDEN = 0.6  # share of a fall that is not weight decay's if it is between two measurements
 JUMP = 1.0  # change of the parameters' norm between two measurements, in shares of it
 OTHER_MEANS = 10.0  # times what the steps between can move: Adam's grow by 3 at most where gradients do

@@ -75,7 +75,15 @@ def smoothed(series: Series) -> Series:
 def learning(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """A recorded loss that does not fall, or that rises from the beginning; outputs that the loss cannot fit."""
     loss = run.loss.finite
-    if len(loss.values) < limits.LEARNING_POINTS or not (run.judges_loss and run.first_made and run.of("step")):
+    if not (run.judges_loss and run.first_made and run.of("step")):
+        return
+    if len(loss.values) < limits.LEARNING_POINTS:
+        what = (
+            f"Whether the loss falls was not judged: that takes {limits.LEARNING_POINTS} values of it, and there are "
+        )
+        yield Finding(
+            "not_monitored", "note", f"{what}{len(loss.values)}.", advice='Return {"loss": loss} in each step.'
+        )
         return
     begin, end, name = loss.head.median, loss.tail.median, loss.name
     values = {"first": begin, "last": end}
@@ -88,7 +96,7 @@ def learning(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             yield Finding("bounded_outputs", "warning", what, (name,), (), values)
             return
     tenths = np.array([np.median(part) for part in np.array_split(loss.values, 10)])
-    if (np.diff(tenths) > 0).sum() >= limits.RISING and end - begin > limits.RISE * abs(begin):
+    if (np.diff(tenths) > 0).all() and end - begin > limits.RISE * abs(begin):
         course = f"rises from the first step on ({name}), from {number(begin)} to {number(end)}"
         if not is_loss(name):
             advice = 'Return {"loss": loss}, so that it is judged.'

@@ -184,11 +184,12 @@ class Run:
 
     @property
     def losses(self) -> list[Series]:
-        """The loss that attach_monitors recorded, of several the one named so, and the user's own."""
+        """The loss that attach_monitors recorded, of several the one named so, and the user's own; of the last run."""
         recorded = [series for monitor in self.of("loss") for series in monitor.series.values()]
         kept = [series for series in recorded if series.name.endswith("/value") or is_loss(series.name)]
         kept = kept if len(kept) == 1 else [series for series in kept if series.name.endswith("/loss")]
-        return kept + [series for series in self.user_series.values() if is_loss(series.name)]
+        kept += [series for series in self.user_series.values() if is_loss(series.name)]
+        return [series.part(series.iterations > max(self.restarts, default=0)) for series in kept]
 
     @property
     def loss(self) -> Series:

@@ -95,7 +95,7 @@ def few_items(count):
 CASES = {
     "group_rate: 100 times": (
         groups(0.1, 12.0),
-        *("warning", "Parameter group 1 has a learning rate of 0.1|100 times|and moves fast.w 6 times"),
+        *("warning", "Parameter group 1 has a learning rate of 0.1|100 times|a step moves fast.w by 0.03 of its norm"),
     ),
     "group_rate: 20 times": (groups(0.02, 12.0), None, ""),
     "group_rate: 100 times, of the head of a model that is fine-tuned": (groups(0.1, 50.0, median=2e-4), None, ""),

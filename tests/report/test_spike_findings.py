@@ -21,7 +21,7 @@ SPIKES = {
         grad(with_spike([120]), [120]),
         ["warning"],
         "1 gradient spike (grad/norm): iteration 120. The largest, in iteration 120, was 60, "
-        "10 times its threshold of 6.|Its step was skipped.|Inspect these batches.",
+        "10 times its threshold of 6.|Steps at spikes: 1 skipped.|Inspect these batches.",
     ),
     "two": (grad(with_spike([50, 90]), [50, 90]), ["warning"], "2 gradient spikes (grad/norm): iterations 50 and 90."),
     "twice the threshold": (grad(with_spike([120], 11.9), [120]), ["note"], "Healthy runs|No action"),
@@ -31,16 +31,16 @@ SPIKES = {
     "many small": (grad(with_spike(range(40, 180, 7), 8.9), range(40, 180, 7)), ["note"], "Healthy runs|No action"),
     "more than 1 in 10": (grad(with_spike(range(40, 187, 7), 8.9), range(40, 187, 7)), ["warning"], "-Healthy runs"),
     "many larger": (grad(with_spike(range(40, 180, 7), 9.1), range(40, 180, 7)), ["warning"], "-Healthy runs"),
-    "just above": (grad(with_spike([120], 6.01), [120]), ["note"], "6.01, just above its threshold of 6"),
+    "just above": (grad(with_spike([120], 6.01), [120]), ["note"], "6.01, 1.002 times its threshold of 6"),
     "no threshold": (grad(with_spike([120]), [120], thresholds=math.nan), ["warning"], "iteration 120.|-largest"),
     "skipped, clipped, made, omitted": (
         grad(with_spike([50, 60, 80, 110, 120]), [50, 60, 80, 110, 120], made={*ALL} - {80, 120})
         | {"grad/skipped_count": series(np.isin(ALL, range(80, 201)))}
         | {"grad/clipped_count": series(np.isin(ALL, range(50, 201)))},
         ["warning"],
-        "Of these steps 1 was skipped, 1 was clipped, 1 was not made by the train step and 2 were made.|on_spike=",
+        "Steps at spikes: 1 clipped, 2 made, 1 skipped and 1 not made.|on_spike=",
     ),
-    "not handled": (grad(with_spike([50]), [50], skipped=False), ["warning"], "No step was skipped or clipped"),
+    "not handled": (grad(with_spike([50]), [50], skipped=False), ["warning"], "Steps at spikes: 1 made."),
     "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 iterations"),
     "periodic in one of 3 iterations": (
         grad(with_spike(range(20, 200, 8)), range(20, 200, 8), every=3),
@@ -89,7 +89,7 @@ def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
         name: (at[99::100], values[99::100]) for name, (at, values) in grad(with_spike([50, 120]), [50, 120]).items()
     }
     text = only(run, *KINDS).text
-    assert "2 gradient spikes (grad/norm): 2 not in the file. What became of the steps is not known." in text
+    assert "2 gradient spikes (grad/norm): 2 not in the file. Steps at spikes: not known." in text
     run["grad/spike"][1][0] = 1
     finding = only(run, *KINDS)
     assert finding.values["count"] == 2
@@ -119,10 +119,10 @@ def test_finite_and_nonfinite_spikes_are_counted_apart():
     norms = with_spike([50, 80, 110])
     norms[99] = np.nan
     run = grad(norms, [50, 80, 100, 110])
-    assert "All 3 steps were skipped." in only(run, *KINDS).text
+    assert "Steps at spikes: 3 skipped." in only(run, *KINDS).text
     finding = only(run, "nonfinite_gradients")
     assert (finding.severity, finding.iterations) == ("warning", (100,))
-    assert "1 gradient with inf or NaN (grad/norm): iteration 100. Its step was skipped." in finding.text
+    assert "1 gradient with inf or NaN (grad/norm): iteration 100. Steps at spikes: 1 skipped." in finding.text
     assert "on_spike" not in finding.text
 
 
