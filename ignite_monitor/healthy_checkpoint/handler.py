@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import deque
 from typing import Any
 
@@ -44,7 +45,7 @@ class HealthyCheckpoint(Checkpoint):
         ValueError: if ``quiet`` is less than 1, or ``to_save`` has lazy modules.
     """
 
-    _trainer: Engine | None = None
+    _engine: weakref.ref[Engine] | None = None  # that trains
     _has_warned = False
 
     def __init__(self, to_save: Any, save_handler: Any, *, quiet: int = 20, group: Group = None, **kwargs: Any) -> None:
@@ -65,16 +66,23 @@ class HealthyCheckpoint(Checkpoint):
             event: the event, filtered or not; None if an evaluator calls the checkpoint.
         """
         if engine is not self._trainer:
-            self._trainer = engine
+            self._engine = weakref.ref(engine)
             engine.add_event_handler(Events.STARTED, self._start_run)
-            engine.add_event_handler(Events.ITERATION_STARTED, lambda: self._counts.append(_spike_counts(engine)))
+            engine.add_event_handler(Events.ITERATION_STARTED, self._count_spikes)
             engine.add_event_handler(Events.ITERATION_COMPLETED, self._keep_copy)
         if event is not None:
             engine.add_event_handler(event, self)
 
+    @property
+    def _trainer(self) -> Engine | None:
+        return None if self._engine is None else self._engine()
+
     def _start_run(self) -> None:
         self._counts.clear()
         self._healthy, self._copy = 0, {}
+
+    def _count_spikes(self, engine: Engine) -> None:
+        self._counts.append(_spike_counts(engine))
 
     def _keep_copy(self, engine: Engine) -> None:
         """Copy a healthy state if the newest one is older than a tenth of the run: copying everything is slow."""
