@@ -54,7 +54,8 @@ def load_all(parts: Mapping[str, Statistics], states: Mapping[str, Any]) -> None
 
 def loaded(current: State, saved: Any) -> State:
     """Convert saved numbers to devices and dtypes of others; a ValueError if names or shapes differ from theirs."""
-    given = {name: torch.as_tensor(value) for name, value in saved.items()} if isinstance(saved, Mapping) else {}
+    items = saved.items() if isinstance(saved, Mapping) else ()
+    given = {name: torch.as_tensor(value) for name, value in items if not isinstance(value, Mapping)}
     current_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (current, given))
     if shapes != current_shapes:
         raise ValueError(

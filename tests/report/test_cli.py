@@ -36,7 +36,7 @@ def write(path, run):
         engine.state.metrics = {name: values[step] for name, values in points.items() if step in values}
 
     recorded = runs.Recording(run)
-    origin = lambda self, engine, published, name: Name(name, *recorded.monitor(name))  # noqa: E731
+    origin = lambda self, name: Name(name, *recorded.monitor(name))  # noqa: E731
     attributed = patch("ignite_monitor.hdf5.logger.OutputHandler._describe", origin)
     with HDF5Logger(path) as logger, attributed:
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag=None, metric_names="all")
