@@ -23,6 +23,7 @@ _NO_VALUE = (
     f"{_PATIENCE} iterations had no value, so nothing can be detected. Check that the function given as value reads a "
     "name that these iterations publish, and that the train step returns it."
 )
+COUNTS = ("spike_count", "nonfinite_count", "reset_count")
 
 
 def count(counts: list[Tensor], value: Tensor, *flags: Tensor) -> None:
@@ -39,7 +40,7 @@ class CountingMonitor(Monitor):
 
     def __init__(self, model: nn.Module, prefix: str, group: Group = None) -> None:
         super().__init__(model, prefix, group=group)
-        self._counts = [*torch.zeros(3, dtype=torch.float64, device="cpu").unbind()]  # as those of :meth:`counts`
+        self._counts = [*torch.zeros(len(COUNTS), dtype=torch.float64, device="cpu").unbind()]
 
     def counts(self) -> Tensor:
         """Return the numbers of spikes, non-finite values and resets so far."""

@@ -109,7 +109,7 @@ class SpikeDetector(Statistics):
         if entry.is_cpu or entry.dtype != torch.float64:  # elsewhere only float64 models could exceed it
             updates = updates & (entry <= largest_usable(entry))
         after = self.rule.include(state, entry)
-        statistics = torch.stack([after[name] for name in self._rule_names])
+        statistics = torch.stack([*map(after.__getitem__, self._rule_names)])
         score = torch.add(state["spike_score"], counted, alpha=-self._DECREASE)
         score = torch.add(score, raised, alpha=1.0 + self._DECREASE).clamp(min=0.0)
         parts = [torch.where(updates, statistics, rows[: len(statistics)]), score[None], raised[None]]

@@ -54,8 +54,8 @@ def load_all(parts: Mapping[str, Statistics], states: Mapping[str, Any]) -> None
 
 def loaded(current: State, saved: Any) -> State:
     """Convert saved numbers to devices and dtypes of others; a ValueError if names or shapes differ from theirs."""
-    items = saved.items() if isinstance(saved, Mapping) else ()
-    given = {name: torch.as_tensor(value) for name, value in items if not isinstance(value, Mapping)}
+    is_flat = isinstance(saved, Mapping) and not any(isinstance(value, Mapping) for value in saved.values())
+    given = {name: torch.as_tensor(value) for name, value in saved.items()} if is_flat else {}
     current_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (current, given))
     if shapes != current_shapes:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_real, check_type
-from ignite_monitor.detection.monitor import count
+from ignite_monitor.detection.monitor import COUNTS, count
 from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_true
@@ -81,7 +81,7 @@ class PerParameterDetector(SpikeDetector):
         return super().state_dict() | {"names": list(self.names)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        state = dict(state_dict)
+        state = dict(state_dict) if isinstance(state_dict, Mapping) else {}
         self._begin(tuple(state.pop("names", ())))
         super().load_state_dict(state)
 
@@ -173,8 +173,8 @@ class GradientDetector:
             changed = [name for name, value in now.items() if value is not before[name]]
             before = before | {name: torch.where(when, before[name], now[name]) for name in changed}
         for name, part in self.statistics.items():
-            part.rows = before.pop(name)
-        self._counts[:] = before.values()
+            part.rows = before[name]
+        self._counts[:] = [before[name] for name in COUNTS]
 
     def decide(self) -> Tensor:
         """A backward has come: revert the provisional update if that of any rank accumulates; return whether."""
@@ -187,7 +187,7 @@ class GradientDetector:
     @property
     def resets(self) -> Tensor:
         """The number of resets that no accumulation can revert, 0-dim."""
-        return self._counts[2] if self.provisional is None else self.provisional.before["2"]
+        return self._counts[2] if self.provisional is None else self.provisional.before["reset_count"]
 
     def recurs(self, detection: GradientDetection, iteration: int) -> Tensor:
         """Note a spike if it is an isolated one; return whether it is, and is like those before."""
@@ -199,8 +199,8 @@ class GradientDetector:
         self._named, self.reset_by = ((), ()), None
 
     def _snapshot(self) -> dict[str, Tensor]:
-        counts = {str(place): value for place, value in enumerate(self._counts)}
-        return {name: part.rows for name, part in self.statistics.items()} | counts
+        rows = {name: part.rows for name, part in self.statistics.items()}
+        return rows | dict(zip(COUNTS, self._counts, strict=True))
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
         if parameters is not self._named[0]:  # the tracker keeps the list while they are the same
