@@ -127,11 +127,13 @@ def describe(spike: Spike) -> str:
 def culprits(detection: Detection) -> Tensor:
     """Return the three largest shares in the excess of all norms over their thresholds, then the parameters' indices.
 
-    Norms that are not finite share it equally. If all norms are within their thresholds, the shares are NaN.
+    Norms that are not finite share it equally. If all norms are within their thresholds, it is the excess over the
+    means.
     """
     huge = torch.finfo(detection.value.dtype).max ** 0.5
-    excess = detection.value - detection.applied_threshold.nan_to_num(math.inf)
-    excess = excess.nan_to_num(nan=huge, posinf=huge).clamp(min=0.0)
+    bounds = torch.stack((detection.applied_threshold, detection.mean)).nan_to_num(math.inf)
+    excess, beyond = (detection.value - bounds).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
+    excess = torch.where(excess.any(), excess, beyond)
     shares, indices = (excess / excess.sum()).topk(min(3, len(excess)))
     return torch.cat((shares, indices))
 

@@ -59,7 +59,11 @@ def test_the_shares_of_the_excess():
     over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, mean[2] * 0.9, mean[3] * 0.5])
     detection = detector.detect(NAMES, over.double())  # most are below their means, so nothing is shared
     assert shares_of(detection) == pytest.approx({"embed": 0.75, "qkv": 0.25})
-    assert shares_of(detector.detect(NAMES, detection.mean * 1.2)) == {}  # all are within their thresholds
+    # All within their thresholds: what is above the means.
+    mean = detection.mean
+    detection = detector.detect(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
+    excess = {"embed": 0.2 * mean[0].item(), "qkv": 0.25}
+    assert shares_of(detection) == pytest.approx({name: part / sum(excess.values()) for name, part in excess.items()})
 
 
 def test_state_continues_for_the_same_names_and_begins_anew_for_others():

@@ -62,7 +62,8 @@ def expected(norms):
         total = math.hypot(*of_step.values())
         is_spike = whole.expect(total)["spike"] or bool(spikes)
         above = {n: max(of_step[n] - v.threshold, 0.0) for n, v in seen.items()}
-        shares = {n: x / (math.fsum(above.values()) or 1.0) for n, x in above.items()}
+        excess = above if any(above.values()) else {n: max(of_step[n] - v.mean, 0.0) for n, v in seen.items()}
+        shares = {n: x / (math.fsum(excess.values()) or 1.0) for n, x in excess.items()}
         reported.append((float(is_spike), dict(sorted(shares.items(), key=lambda s: -s[1])) if is_spike else {}))
         for n, v in seen.items():
             oracles[n].observe(v)
@@ -107,11 +108,15 @@ def test_at_a_spike_of_the_whole_gradient_tensors_are_named_too():
     reported = expected(training.norms)
     assert [i for i, (spike, _) in enumerate(reported, 1) if spike] == [BAD]
     check(recorder, training, reported)
-    # In the first iterations no tensor is compared yet, and none is named.
+    # In the second iteration no tensor is compared yet, and the excess over the means is reported.
     training = Training(bad=(), threshold=StaticThreshold(1e-3))
     recorder = train(training.step, mlp_batches(3), training.monitor)
-    assert recorder.of("grad/spike") == [1.0] * 3
-    assert [culprits(metrics) for metrics in recorder.metrics] == [{}] * 3
+    first, second = training.norms[:2]
+    beyond = {n: max(second[n] - first[n], 0.0) for n in first}
+    few = {n: x / sum(beyond.values()) for n, x in beyond.items()}
+    assert culprits(recorder.metrics[0]) == {}
+    few = dict(sorted(few.items(), key=lambda share: -share[1])[:3])
+    assert culprits(recorder.metrics[1]) == pytest.approx(few, rel=1e-4)
 
 
 def test_the_event_and_the_log_tell_of_it(caplog):
