@@ -18,15 +18,17 @@ from torch.optim import Optimizer
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
-from ignite_monitor.model.names import is_from_torch, without_accelerate
+from ignite_monitor.keys import LOSS
+from ignite_monitor.model.names import is_from_torch, tags, without_accelerate
+from ignite_monitor.model.tensors import number_in
 from ignite_monitor.monitor.arguments import check_optimizer
-from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.handle import MonitorHandle
-from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
@@ -42,6 +44,27 @@ _FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are monitored as well: they
 
 # Of the model, its children, and members of lists that are in no other list; of outputs with a place of their own too.
 _OUTLINE = r"(_root_(/.+)?/nonfinite_count|([^./]+|((?!\d+\.)[^./]+\.)*\d+)(/[^/]+)?/(std|max_abs|dead_fraction))"
+
+
+class LossRecorder(Monitor, schema=LOSS):
+    """Records the output of the train step: a number, a tensor of one element, or those in a mapping.
+
+    {keys}
+
+    Other outputs, and other items of a mapping, are not recorded.
+    """
+
+    def __init__(self, *, prefix: str = LOSS.prefix) -> None:
+        super().__init__(NoModel(), prefix)
+
+    def handlers(self) -> Handlers:
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        output = engine.state.output
+        items = output if isinstance(output, Mapping) else {"value": output}
+        numbers = {str(name): number for name, value in items.items() if (number := number_in(value)) is not None}
+        self.publish(**dict(zip(tags(numbers), numbers.values(), strict=True)))
 
 
 def attach_monitors(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-_WIDTH = 114  # of lines that a docstring indents by 4
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,5 @@ class Schema:
         items = []
         for key in self.keys:
             unit, when = f" ({key.unit})" if key.unit else "", f"; {key.when}" if key.when else ""
-            text = f"- ``{start}{key.pattern}``: {key.meaning}{unit}{when}"
-            items += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            items.append(f"- ``{start}{key.pattern}``: {key.meaning}{unit}{when}")
         return "\n".join(["Keys in ``engine.state.metrics``:", "", *items])

@@ -33,7 +33,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from ignite_monitor.monitor.loss import LossRecorder
+from ignite_monitor.attaching import LossRecorder
 from ignite_monitor.scaling import AlignmentHandler
 from tests._models import make_model
 

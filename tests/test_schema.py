@@ -38,8 +38,8 @@ from ignite_monitor import (
     record,
     scaling,
 )
+from ignite_monitor.attaching import LossRecorder
 from ignite_monitor.keys import SCHEMAS
-from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.report.limits import PERSISTENT
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema

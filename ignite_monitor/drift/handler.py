@@ -75,10 +75,13 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         self._trend = Statistics(dict.fromkeys(self._NAMES, torch.zeros((), device="cpu")))
         self._statistics = {"statistics": self._trend}
         self._sides: Tensor | None = None  # signs and weights of the sums, on the device of the values
-        self._drifts = DeferredFlag()
+        self.reset_run_state()
 
     def on_run_end(self) -> None:
         self._report_drift(synchronize=True)
+
+    def reset_run_state(self) -> None:
+        self._drifts = DeferredFlag()
 
     def _detect(self, engine: Engine, number: Tensor) -> None:
         self._trend.move_like(number)

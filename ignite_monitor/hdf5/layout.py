@@ -40,7 +40,7 @@ VERSION = 10
 ENDLESS = 2**62  # iterations
 SEVERITIES = ("problem", "warning", "note")
 SETTINGS = "run_settings"
-"""Kind of the reports that hold the settings of a run: versions, seed, arguments of monitors."""
+"""Kind of the reports that hold versions and the seed of a run."""
 
 ROW = np.dtype([(field, "<i8") for field in ("step", "iteration", "run", "end")])
 VALUE = np.dtype([("name", "<i4"), ("value", "<f8")])

@@ -20,8 +20,7 @@ from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.hdf5.layout import Name, one_line, printable
 from ignite_monitor.hdf5.recorder import Recorder
 from ignite_monitor.hdf5.values import flatten
-from ignite_monitor.monitor.loggers import Values
-from ignite_monitor.monitor.reports import Report
+from ignite_monitor.monitor.loggers import Report, Values
 
 
 class HDF5Logger(BaseLogger):

@@ -30,7 +30,7 @@ class Recording(dict[str, Series]):
 
     Attributes:
         reports: what monitors reported, in the order of writing: iteration, monitor, kind, severity, text, names, run.
-        settings: versions, torch's seed, and the arguments that each monitor was given, in the same form.
+        settings: versions and torch's seed of each run, in the same form.
         restarts: iterations after which the trainer was run again from the beginning.
     """
 

@@ -21,12 +21,11 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor.events.hooks import remove_all
-from ignite_monitor.events.source import EventSource
 from ignite_monitor.hdf5 import layout
 from ignite_monitor.hdf5.layout import ENDLESS, ROW, SETTINGS, VALUE, Name, State, one_line, printable
 from ignite_monitor.hdf5.store import Store
 from ignite_monitor.model._torch import put_first
-from ignite_monitor.monitor.reports import Report
+from ignite_monitor.monitor.loggers import Report
 
 PACKAGES = ("ignite-monitor", "torch", "pytorch-ignite", "numpy")
 KEPT = 2**21  # values that wait in memory at most, between two attempts to write them
@@ -177,8 +176,10 @@ class Recorder:
                 self._begin(iteration - 1)
             self._take_reports()  # those of other engines belong to the iteration before
             self._last = iteration + self._offset
-            for name, text in _settings_of(trainer) if is_first else ():
-                self._add_line("report", self._run, self._last, name, SETTINGS, "note", text, ())
+            if is_first:
+                versions = [f"Python {platform.python_version()}", *map(layout.with_version, PACKAGES)]
+                text = f"{', '.join(versions)}; seed {torch.initial_seed()} of torch"
+                self._add_line("report", self._run, self._last, "run", SETTINGS, "note", text, ())
             self._iterations += 1
             self._flush_in_time()
 
@@ -236,13 +237,3 @@ class Recorder:
         values = np.array([*chain.from_iterable(it.items() for it in contents)], VALUE)
         lines = np.frombuffer("".join(self._pending.lines).encode("ascii"), np.uint8)
         return {"rows": rows, "values": values, "lines": lines}
-
-
-def _settings_of(trainer: Engine) -> list[tuple[str, str]]:
-    """Versions, and the arguments of each monitor; empty if there are no monitors."""
-    source = EventSource.on(trainer)
-    if source is None or not source.monitors:
-        return []
-    versions = [f"Python {platform.python_version()}", *map(layout.with_version, PACKAGES)]
-    texts = [("run", f"{', '.join(versions)}; seed {torch.initial_seed()} of torch")]
-    return texts + [(monitor._title, monitor.given_arguments) for monitor in source.monitors]

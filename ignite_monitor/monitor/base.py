@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.checks import check_choice
 from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.source import EventSource
@@ -26,9 +28,8 @@ from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
 from ignite_monitor.monitor.handle import MonitorHandle
-from ignite_monitor.monitor.loggers import add_logger
+from ignite_monitor.monitor.loggers import LEVELS, Report, add_logger
 from ignite_monitor.monitor.ranks import Group, Ranks
-from ignite_monitor.monitor.reports import Reporter
 from ignite_monitor.schema import Schema
 
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
@@ -36,7 +37,7 @@ __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
 Handlers = list[tuple[MonitorEvents | Phase, Callable[..., Any]]]
 
 
-class Monitor(Reporter, Serializable):
+class Monitor(Serializable):
     """Base class of all monitors, and of your own.
 
     A subclass overrides :meth:`handlers` and calls :meth:`publish`. Values on a device are 0-dim tensors until a logger
@@ -53,6 +54,7 @@ class Monitor(Reporter, Serializable):
     Attributes:
         ranks: the ranks whose optimizers step together, once the monitor is attached.
         schema: the keys that the monitor publishes.
+        logger: logger of the class.
         metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
         reports: what :meth:`report` has recorded, oldest first.
@@ -80,9 +82,13 @@ class Monitor(Reporter, Serializable):
         self.model, self.prefix, self.ranks = model, prefix, Ranks(group, model)
         # No two monitors on an engine share a family, and loggers write every family under a tag of its own.
         self.families = [self._named(family) for family in families] or [prefix]
+        self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
+        self.reports: list[Report] = []
+        self._reported_kinds: set[str] = set()
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
         self._source: EventSource | None = None
+        self._engine: weakref.ref[Engine] | None = None
         self._filters: list[Any] = []
         self._log_handlers: list[Any] = []
         self._engine_handles: list[Any] = []
@@ -207,7 +213,6 @@ class Monitor(Reporter, Serializable):
         tag: str | None = None,
         *,
         include: Pattern | Callable[[str], Any] = None,
-        exclude: Pattern = None,
     ) -> None:
         """Write the values of monitored iterations to an Ignite logger; call before or after :meth:`attach`.
 
@@ -217,9 +222,33 @@ class Monitor(Reporter, Serializable):
             event: any event of the engine or of :class:`MonitorEvents`, filtered or not.
             tag: prefix of the written names; None for none.
             include: a regular expression, or a function of a name; only names that match are written. None for all.
-            exclude: a regular expression; names in which it matches are not written.
         """
-        self._log_handlers += add_logger(self, logger, engine, event, tag, Selection(include, exclude))
+        self._log_handlers += add_logger(self, logger, engine, event, tag, Selection(include))
+
+    def report(
+        self, kind: str, text: str, *, severity: str = "warning", names: Sequence[str] = (), once: bool = True
+    ) -> None:
+        """Log a line, and record it: an ``HDF5Logger`` writes it to its file.
+
+        Args:
+            kind: identifier of what is reported: ``"not_in_optimizer"``.
+            text: the line without class, prefix and iteration, which precede it in the log.
+            severity: ``"problem"``, ``"warning"`` or ``"note"``.
+            names: the parameters, modules or groups it speaks of.
+            once: False to report a kind again that this monitor has reported.
+
+        Raises:
+            ValueError: if ``severity`` is another.
+        """
+        check_choice("severity", severity, *LEVELS)
+        if once and kind in self._reported_kinds:
+            return
+        self._reported_kinds.add(kind)
+        engine = self._attached_to()
+        iteration = 0 if engine is None else engine.state.iteration
+        self.reports.append(Report(iteration, self._title, str(kind), severity, str(text), tuple(map(str, names))))
+        place = f"iteration {iteration}: " if iteration else ""
+        self.logger.log(LEVELS[severity], "%s: %s%s", self._title, place, text)
 
     def publish(self, /, **values: Tensor | float) -> None:
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
@@ -255,6 +284,14 @@ class Monitor(Reporter, Serializable):
         self._is_resolved = True
 
     @property
+    def _title(self) -> str:
+        """Class and prefix, as log messages begin."""
+        return f"{type(self).__name__} ({self.prefix})" if self.prefix else type(self).__name__
+
+    def _attached_to(self) -> Engine | None:
+        return None if self._engine is None else self._engine()
+
+    @property
     def _is_running(self) -> bool:
         """True during a train step that this monitor watches."""
         return self._monitored and self._source is not None and self._source.in_train_step
@@ -276,29 +313,34 @@ class Monitor(Reporter, Serializable):
         self._monitored = any(accepted) and not self._has_failed
 
     def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the monitor; after an error, which ends its measuring, return None."""
+        """Call a function of the monitor; after an error, which ends its measuring and not training, return None.
+
+        The error is raised where others than this monitor depend on it: if a handler of the user's has raised it, while
+        a part of training is changed, and with other ranks, which would wait for this one.
+        """
         try:
             return function(*arguments)
-        except Exception as error:  # noqa: BLE001
-            self._survive(error)
+        except Exception as error:
+            of_user = self._source is not None and self._source.users_error is error
+            if of_user or is_from_signal_handler(error) or not self._is_guarded or self.ranks.size > 1:
+                raise
+            self._has_failed, self._monitored = True, False
+            with contextlib.suppress(Exception):
+                self.reset_run_state()
+            self.clear_metrics()  # attributes, such as the flag of a spike, hold until the next iteration
+            self.logger.error("%s: the error that ends its measuring", self._title, exc_info=error)
+            self.report("failed", f"an error ends its measuring: {_in_short(error)}", once=False)
             return None
 
-    def _survive(self, error: Exception) -> None:
-        """Measure nothing more until attached again, and report the error, which ends this monitor and not training.
-
-        It is raised where others than this monitor depend on it: if a handler of the user's has raised it, while a part
-        of training is changed, and with other ranks, which would wait for this one.
-        """
-        of_user = self._source is not None and self._source.users_error is error
-        if of_user or is_from_signal_handler(error) or not self._is_guarded or self.ranks.size > 1:
-            raise error
-        self._has_failed, self._monitored = True, False
-        with contextlib.suppress(Exception):
-            self.reset_run_state()
-        self.clear_metrics()  # attributes, such as the flag of a spike, hold until the next iteration
-        self.logger.error("%s: the error that ends its measuring", self._title, exc_info=error)
-        reason = str(error).partition("\n")[0]
-        self.report("failed", f"an error ends its measuring: {type(error).__name__}: {reason}", once=False)
+    @contextlib.contextmanager
+    def _training_continues(self, kind: str, text: str) -> Iterator[None]:
+        """Report an error of the user's objects with a text before it; those of signal handlers are raised."""
+        try:
+            yield
+        except Exception as error:
+            if is_from_signal_handler(error):
+                raise
+            self.report(kind, f"{text}: {_in_short(error)}")
 
     def _put(self, values: Mapping[str, float | Tensor]) -> None:
         not_reported = self.schema.not_reported(values)
@@ -312,3 +354,8 @@ class Monitor(Reporter, Serializable):
     def _all_metrics(self) -> list[dict[str, Any]]:
         engine = self._attached_to()
         return [self.metrics] if engine is None else [engine.state.metrics, self.metrics]
+
+
+def _in_short(error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {reason}"

@@ -1,12 +1,13 @@
-"""Writing a monitor's values to Ignite's loggers."""
+"""What a monitor's loggers get: values, and reports."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from ignite.engine import Engine, Events, State
 from ignite.handlers.base_logger import BaseLogger
@@ -17,6 +18,29 @@ from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model.names import Selection
 from ignite_monitor.monitor.arguments import events_of
+
+LEVELS = {"problem": logging.WARNING, "warning": logging.WARNING, "note": logging.INFO}
+"""Severity of a report -> level of its log line."""
+
+
+class Report(NamedTuple):
+    """A line that a monitor has logged.
+
+    Attributes:
+        iteration: the engine's iteration; 0 before it has one.
+        monitor: class and prefix of the monitor.
+        kind: identifier of what is reported.
+        severity: a key of :data:`LEVELS`.
+        text: the line without monitor and iteration.
+        names: parameters, modules or groups that it speaks of.
+    """
+
+    iteration: int
+    monitor: str
+    kind: str
+    severity: str
+    text: str
+    names: tuple[str, ...] = ()
 
 
 def add_logger(

@@ -31,10 +31,6 @@ class Ranks:
     ``fully_shard``, tensor parallelism), and those of ``group``; without either this rank alone. Reductions go over one
     process group after the other.
 
-    Args:
-        group: a ``ProcessGroup`` or a ``DeviceMesh``; None for the ranks of the wrappers.
-        models: the models, as the train step uses them.
-
     Attributes:
         groups: process groups of this rank, which make up the ranks.
         size: number of ranks.

@@ -45,13 +45,8 @@ class ScaledMonitor(Monitor):
 
     def _check_scaler(self, engine: Any, step: Any) -> None:
         if self.lacks_scaler is None and step.is_of(self.optimizer):
-            self.lacks_scaler = _steps_through_scaler()
+            frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is GradScaler.step.__code__)
+            self.lacks_scaler = any(frame.f_locals["self"].is_enabled() for frame in frames)
             if self.lacks_scaler:
                 text = "gradients are scaled by a GradScaler, and measured so: give the argument scaler"
                 self.report("scaler_not_given", text)
-
-
-def _steps_through_scaler() -> bool:
-    """Return True if an enabled GradScaler makes the optimizer's step that is running."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is GradScaler.step.__code__)
-    return any(frame.f_locals["self"].is_enabled() for frame in frames)

@@ -16,9 +16,7 @@ from ignite_monitor.model.names import parameters_of
 class StepGradients:
     """Measure the gradient of each parameter at the start of the first step of an iteration that uses it, unscaled.
 
-    Args:
-        parameters: parameters to measure.
-        measure: is called with a parameter and its whole gradient, without a graph, which changes later on.
+    ``measure`` is called with a parameter and its whole gradient, which changes later on.
     """
 
     def __init__(self, parameters: Collection[nn.Parameter], measure: Callable[[nn.Parameter, Tensor], None]) -> None:

@@ -24,7 +24,7 @@ from ignite_monitor.model.modes import hidden_from_user_modes
 from ignite_monitor.model.names import unwrapped
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.reports import Report
+from ignite_monitor.monitor.loggers import Report
 from ignite_monitor.setup_check.evidence import Evidence
 from ignite_monitor.setup_check.findings import FINDINGS, ITERATIONS, MOST, evaluation_mode, idle_parameters
 

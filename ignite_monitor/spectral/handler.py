@@ -16,7 +16,7 @@ from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.names import Pattern, Selection, listed, tags, top
 from ignite_monitor.model.norms import order_statistics
-from ignite_monitor.model.updated_parameters import UpdatedParameters
+from ignite_monitor.model.sampling import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.matrices import Label, MatrixWeight, labelled_matrices, matrix_weights
@@ -111,6 +111,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     def reset_run_state(self) -> None:
         self._before, self._stepped = [], UpdatedParameters({})
+        self._nonfinite = DeferredFlag()
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         self._stepped.started(step.optimizer, step.made)

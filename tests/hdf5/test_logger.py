@@ -117,7 +117,7 @@ def test_the_file_says_which_monitor_published_a_name(path):
     monitors += [ActivationHandler(model, activations=True)]
     with HDF5Logger(path) as logger:
         for monitor, tag in zip(monitors, (None, "train", None), strict=True):
-            monitor.log_to(logger, trainer, tag=tag, exclude="^grad/mean$")
+            monitor.log_to(logger, trainer, tag=tag, include=lambda name: name != "grad/mean")
             monitor.attach(trainer)
         log_output(logger, trainer, tag="own", output_transform=lambda _: {"batch": 1.0, "grad/norm": 2.0})
         log_output(logger, trainer, tag="grad", output_transform=lambda _: {"mean": 2.0})
@@ -333,7 +333,7 @@ def test_reports_of_an_evaluators_monitor(path):
     assert [(it.kind, it.iteration, it.run) for it in recording.reports if it.kind == "nine"] == [("nine", 5, 0)]
 
 
-def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
+def test_versions_and_seed_are_recorded_apart_from_reports(tmp_path):
     torch.manual_seed(17)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -348,10 +348,6 @@ def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
         assert len(logger._recorder.sources) == 1  # not one more per run
     recording = read_hdf5(tmp_path / "run.h5")
     assert recording.reports == []
-    assert [(it.run, it.monitor, it.severity) for it in recording.settings] == [
-        (run, name, "note") for run in (0, 1) for name in ("run", "GradMonitor (g)")
-    ]
-    versions, arguments = (it.text for it in recording.settings[:2])
-    assert f"torch {torch.__version__.partition('+')[0]}" in versions
-    assert "seed 17 " in versions
-    assert arguments == "model=Linear, optimizer=SGD, on_spike='skip', prefix='g'"
+    assert [(it.run, it.monitor, it.severity) for it in recording.settings] == [(0, "run", "note"), (1, "run", "note")]
+    assert f"torch {torch.__version__.partition('+')[0]}" in recording.settings[0].text
+    assert "seed 17 " in recording.settings[0].text

@@ -261,6 +261,26 @@ def test_errors_while_values_are_read_end_the_measuring_alone(method, function):
     failing.detach()
 
 
+def test_only_a_run_that_no_error_ends_is_reported_on():
+    """After an error the device may not answer, and a collective of other ranks may not end."""
+    ends, fails_in = [], {3}
+    model = nn.Linear(3, 1)
+
+    def train_step(engine, batch):
+        if engine.state.iteration in fails_in:
+            raise RuntimeError("of the user")
+
+    trainer, monitor = Engine(train_step), Failing(model, None)
+    monitor.on_run_end = lambda: ends.append(trainer.state.iteration)
+    with monitor.attach(trainer):
+        with pytest.raises(RuntimeError, match="of the user"):
+            trainer.run([0] * 5)
+        fails_in.clear()
+        trainer.state.max_epochs = None
+        trainer.run([0] * 4)
+    assert ends == [4]
+
+
 @pytest.mark.allows_failed_monitors
 def test_a_failed_monitor_is_not_asked_again():
     _, _, (failing,), _ = trained(lambda m, _: Failing(m, "before_train_step"), runs=2)
