@@ -159,7 +159,3 @@ def _one_line(path: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise BadInput(text if path in text or printable(path) in text else f"{path}: {text}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())
