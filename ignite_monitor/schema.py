@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+_WIDTH = 114  # of lines that a docstring indents by 4
 
 
 @dataclass(frozen=True)
@@ -76,5 +79,6 @@ class Schema:
         items = []
         for key in self.keys:
             unit, when = f" ({key.unit})" if key.unit else "", f"; {key.when}" if key.when else ""
-            items.append(f"- ``{start}{key.pattern}``: {key.meaning}{unit}{when}")
+            text = f"- ``{start}{key.pattern}``: {key.meaning}{unit}{when}"
+            items += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         return "\n".join(["Keys in ``engine.state.metrics``:", "", *items])

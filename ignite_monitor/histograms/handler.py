@@ -113,11 +113,10 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         tag: str | None = None,
         *,
         include: Pattern | Callable[[str], Any] = None,
-        exclude: Pattern = None,
     ) -> None:
-        super().log_to(logger, engine, event, tag, include=include, exclude=exclude)
+        super().log_to(logger, engine, event, tag, include=include)
         if isinstance(logger, TensorboardLogger):
-            write = functools.partial(self._write, f"{tag}/" if tag else "", Selection(include, exclude))
+            write = functools.partial(self._write, f"{tag}/" if tag else "", Selection(include))
             self._log_handlers.append(logger.attach(engine, write, event))
 
     def handlers(self) -> Handlers:
