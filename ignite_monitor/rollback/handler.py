@@ -22,7 +22,7 @@ from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import ADAPTING, WATCHING, Action, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, public, shared
-from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
+from ignite_monitor.rollback.triggers import Signals, Triggers
 
 
 class RollbackHandler(Monitor, schema=ROLLBACK):
@@ -64,7 +64,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             RollbackHandler({"model": model, "optimizer": optimizer}).attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "loss", "counts")
+    _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "counts")
 
     def __init__(
         self,
@@ -90,9 +90,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.ranks = Ranks(group, *self._training.modules)
         self._policy = RecoveryPolicy(check_count("patience", patience, least=1), max_rollbacks)
         self._snapshots, self._on_host = Snapshots(every), where == "host"
-        self._loss_threshold = threshold = LossThreshold()
-        self._triggers = triggers = Triggers(patience, threshold)
-        self._parts = {"policy": self._policy, "snapshots": self._snapshots, "triggers": triggers, "loss": threshold}
+        self._triggers = Triggers(patience)
+        self._parts = {"policy": self._policy, "snapshots": self._snapshots, "triggers": self._triggers}
         self._request = ""
         self._count = self._discarded_count = 0
         self._restoring: list[Any] = []  # handle of the second restore of an iteration
@@ -108,8 +107,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, and drop the snapshots from before."""
         self.forget()
-        for threshold in self._thresholds().values():
-            threshold.reset_threshold()
+        for monitor in self._monitors():
+            monitor.reset_threshold()
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
@@ -155,7 +154,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             snapshots.all.append(self._snapshot(before))
 
     def _snapshot(self, iteration: int) -> Snapshot:
-        thresholds = {name: threshold.threshold_state() for name, threshold in self._thresholds().items()}
+        thresholds: dict[str, Any] = {monitor.prefix: monitor.threshold_state() for monitor in self._monitors()}
+        thresholds[""] = self._triggers.loss
         state, layout = clone(self._training.state(), on_host=self._on_host), self._training.layout()
         return {"iteration": iteration, "layout": layout, "state": state, "thresholds": thresholds}
 
@@ -241,12 +241,14 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _restore(self, engine: Engine, snapshot: Snapshot, *, is_regime: bool) -> None:
         self._is_guarded = False  # training can't go on with a part of it restored
         if is_regime:
-            self._triggers.former_limit = self._loss_threshold.limit
-        for name, threshold in self._thresholds().items():
-            if is_regime:
-                threshold.reset_threshold()
-            elif name in snapshot["thresholds"]:
-                threshold.restore_threshold(snapshot["thresholds"][name])
+            self._triggers.start_regime()
+        else:
+            self._triggers.loss = snapshot["thresholds"][""]
+        for monitor in self._monitors():
+            if is_regime or monitor.prefix not in snapshot["thresholds"]:
+                monitor.reset_threshold()
+            else:
+                monitor.restore_threshold(snapshot["thresholds"][monitor.prefix])
         self._training.restore(snapshot["state"])
         self._is_guarded = True
         remove_all(self._restoring)
@@ -274,7 +276,3 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _monitors(self) -> list[CountingMonitor]:
         attached = self._source.monitors if self._source is not None else []
         return [monitor for monitor in attached if isinstance(monitor, CountingMonitor)]
-
-    def _thresholds(self) -> dict[str, CountingMonitor | LossThreshold]:
-        """The owners of thresholds, by prefix; "" for the loss."""
-        return {"": self._loss_threshold} | {monitor.prefix: monitor for monitor in self._monitors()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model.dtensor import local
+from ignite_monitor.model.dtensor import local, reshard
 from ignite_monitor.model.names import unwrapped, without_accelerate
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import Place, tensors_at
@@ -112,9 +112,11 @@ class TrainingState:
         """Describe objects, parameters and their number in each group; a state fits the layout that it had."""
         layout = [*self.objects]
         for name, obj in self.objects.items():
-            named = obj.named_parameters() if isinstance(obj, nn.Module) else ()
-            layout += [f"{name}.{path} {tuple(item.shape)} {item.dtype}" for path, item in named]
-            layout += [f"{name} {len(group['params'])}" for group in getattr(obj, "param_groups", ())]
+            if isinstance(obj, nn.Module):
+                parameters = [(path, it) for path, it in _state_of(obj).items() if isinstance(it, nn.Parameter)]
+                layout += [f"{name}.{path} {tuple(it.shape)} {it.dtype}" for path, it in parameters]
+            elif isinstance(obj, Optimizer):
+                layout += [f"{name} {len(group['params'])}" for group in obj.param_groups]
         return layout
 
 
@@ -161,6 +163,7 @@ def finite(state: Any) -> dict[Place, bool]:
 def _state_of(obj: Any) -> Any:
     """The state itself, nothing copied; of modules every tensor under all its names, buffers of no state_dict too."""
     if isinstance(obj, nn.Module):
+        reshard(obj)  # an evaluation may have left unsharded parameters
         return dict(chain(obj.named_parameters(remove_duplicate=False), obj.named_buffers(remove_duplicate=False)))
     if not _is_plain(inner := _inner(obj)):
         return obj.state_dict()
@@ -181,7 +184,7 @@ def _restore(obj: Any, state: Any) -> None:
         restored = clone(state, _state_of(obj))
         inner.state.clear()
         inner.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
-        for group, saved in zip(obj.param_groups, restored["param_groups"], strict=False):
+        for group, saved in zip(obj.param_groups, restored["param_groups"], strict=True):
             group.update(saved)
     elif state:  # a disabled GradScaler has nothing to load
         obj.load_state_dict(clone(state))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +17,15 @@ from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
 
-@dataclass
-class LossThreshold:
-    r"""Threshold of the loss, the smaller one of a threshold for jumps and one for slow growth.
+class LossStatistics(NamedTuple):
+    r"""Statistics of losses, and their threshold: the smaller one of those for jumps and for slow growth.
 
     Jumps: :math:`\mu + \max(2\sigma, \mu/2)`. Growth: :math:`l + \max(4\sigma, f/4, l/2)`, for the mean :math:`f`
     after the warm-up and the lowest mean :math:`l` since then. Mean and standard deviation are exponentially weighted,
-    as in ``ThresholdRule``.
+    as in ``ThresholdRule``, but on the host.
     """
 
-    count: int = 0
+    number: float = 0.0  # of losses
     weight: float = 0.0
     mean: float = 0.0
     spread: float = 0.0
@@ -36,7 +35,7 @@ class LossThreshold:
     @property
     def limit(self) -> float:
         """The largest healthy loss; NaN before the warm-up is over."""
-        if self.count < limits.MEMORY:
+        if self.number < limits.MEMORY:
             return math.nan
         sigma = math.sqrt(self.spread / (self.weight - 1.0))
         jump = max(2.0 * sigma, limits.JUMP * self.mean)
@@ -48,27 +47,14 @@ class LossThreshold:
         """True if the mean has fallen by a tenth since the warm-up."""
         return self.lowest < (1.0 - limits.NOISE) * self.first
 
-    def observe(self, loss: float) -> None:
-        """Update the statistics."""
+    def after(self, loss: float) -> LossStatistics:
+        """Return the statistics after one more loss."""
         decay, delta = 1.0 - 1.0 / limits.MEMORY, loss - self.mean
-        self.count, self.weight = self.count + 1, decay * self.weight + 1.0
-        self.mean += delta / self.weight
-        self.spread = decay * self.spread + delta * (loss - self.mean) * (1.0 + decay) / 2.0
-        if self.count <= limits.MEMORY:
-            self.first = self.lowest = self.mean
-        self.lowest = min(self.lowest, self.mean)
-
-    def reset_threshold(self) -> None:
-        """Discard all losses."""
-        vars(self).update(vars(LossThreshold()))
-
-    def threshold_state(self) -> Mapping[str, Any]:
-        """Return the statistics."""
-        return dict(vars(self))
-
-    def restore_threshold(self, state: Mapping[str, Any]) -> None:
-        """Continue from earlier statistics."""
-        vars(self).update(state)
+        number, weight = self.number + 1.0, decay * self.weight + 1.0
+        mean = self.mean + delta / weight
+        spread = decay * self.spread + delta * (loss - mean) * (1.0 + decay) / 2.0
+        first, lowest = (mean, mean) if number <= limits.MEMORY else (self.first, min(self.lowest, mean))
+        return LossStatistics(number, weight, mean, spread, first, lowest)
 
 
 @dataclass
@@ -97,9 +83,8 @@ class Signals:
 class Triggers:
     """Collects the signals of every iteration, in one transfer from each device."""
 
-    def __init__(self, patience: int, loss: LossThreshold) -> None:
+    def __init__(self, patience: int) -> None:
         self._patience, self._window = patience, (3 * patience + 1) // 2
-        self._loss = loss
         self.counts: dict[str, list[float]] = {}  # of each monitor, after the last iteration
         self.start_run()
 
@@ -110,8 +95,8 @@ class Triggers:
         self.reset()
 
     def reset(self) -> None:
-        """Forget signs, the threshold of the loss, and accepted losses."""
-        self._loss.reset_threshold()
+        """Forget signs, the statistics of the loss, and accepted losses."""
+        self.loss = [*LossStatistics()]  # a list, as in a checkpoint
         # Prefix, "" for the loss -> of each of the last iterations 0, 1 if the value is unhealthy, 2 if it is far above
         # the threshold.
         self.signs: dict[str, list[int]] = {}
@@ -122,6 +107,10 @@ class Triggers:
     def usable(self) -> bool:
         """True if a rise of the loss is a sign of instability."""
         return self.measures_progress and not self.is_signed
+
+    def start_regime(self) -> None:
+        """Continue with new statistics of the loss: the data have changed."""
+        self.former_limit, self.loss = LossStatistics(*self.loss).limit, [*LossStatistics()]
 
     def accept(self, levels: Sequence[float], iteration: int) -> None:
         """Accept losses up to those of the failed tests and half of their excess, until 1,000 iterations have none."""
@@ -163,7 +152,8 @@ class Triggers:
         return signals
 
     def _note_loss(self, signals: Signals, loss: float, iteration: int) -> None:
-        limit = self._loss.limit
+        statistics = LossStatistics(*self.loss)
+        limit = statistics.limit
         if is_accepted := limit < loss <= self.accepted and iteration < self.accepted_until:
             self.accepted_until = iteration + limits.WINDOW
         is_unhealthy = self.usable and loss > limit and not is_accepted
@@ -173,10 +163,11 @@ class Triggers:
             return
         signals.level, signals.is_usual = loss, loss <= self.former_limit
         if not all(signs[-2:]):  # only the first of several consecutive spikes
-            self._loss.observe(min(loss, limit) if is_unhealthy else loss)
+            statistics = statistics.after(min(loss, limit) if is_unhealthy else loss)
+            self.loss = [*statistics]
         self.is_signed |= loss < 0.0
         # Since the start, not on changed data.
-        self.measures_progress |= self._loss.has_fallen and math.isnan(self.former_limit)
+        self.measures_progress |= statistics.has_fallen and math.isnan(self.former_limit)
         if age := _lasts(signs, 1, self._patience, self._window):
             signals.add(f"the loss exceeded its threshold in {self._patience} iterations", age)
 

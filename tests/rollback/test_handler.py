@@ -677,7 +677,7 @@ def state_with_snapshots():
     [
         lambda state: state["policy"].pop("phase"),
         lambda state: state["snapshots"].pop("all"),
-        lambda state: state["loss"].update(more=1.0),
+        lambda state: state["triggers"].update(more=1.0),
         lambda state: state.update(counts=[1, 2, 3]),
         lambda state: state.update(triggers=None),
     ],

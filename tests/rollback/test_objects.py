@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler as of_torch
 from ignite_monitor import MonitorEvents, RollbackHandler
 from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 from tests._helpers import assert_same
+from tests._ranks import NEEDS_SHARDS, SHARDS
 from tests.rollback._small import Training, make_batches, make_net
 
 SCHEDULES = {
@@ -253,6 +254,35 @@ def test_zero_redundancy_optimizer(one_rank):
     training.run(make_batches(40), request=[34])
     assert training.of("restored_iteration")[34] == 30
     assert_same(back[0], states[30])
+
+
+@pytest.mark.skipif(not SHARDS, reason=NEEDS_SHARDS)
+def test_fsdp_after_an_evaluation(one_rank):
+    """It leaves unsharded parameters of another dtype: snapshots are of the sharded ones, and fit."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, states, back = nn.Linear(3, 1), {}, []
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def state():
+        return [parameter.to_local().clone() for parameter in model.parameters()]
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        states[engine.state.iteration] = state()
+        with torch.no_grad():
+            model(batch)
+
+    rollback, trainer = RollbackHandler({"model": model, "optimizer": optimizer}, every=4), Engine(step)
+    rollback.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=10), lambda _: rollback.request("to see"))
+    trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(state()))
+    trainer.run([torch.randn(4, 3) for _ in range(12)])
+    assert_same(back, [states[8]])
+    assert [report.kind for report in rollback.reports] == ["rolled_back"]
 
 
 def test_an_expanded_buffer_is_restored():

@@ -10,7 +10,7 @@ import torch
 
 from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.rollback.snapshots import public
-from ignite_monitor.rollback.triggers import LossThreshold, Triggers
+from ignite_monitor.rollback.triggers import LossStatistics, Triggers
 from tests._oracle import mean_of, std_of
 
 
@@ -35,8 +35,7 @@ class Watch:
     """Triggers of a loss that has fallen, which is a measure of progress."""
 
     def __init__(self, patience=10, measures_progress=True):
-        self.loss = LossThreshold()
-        self.triggers = Triggers(patience, self.loss)
+        self.triggers = Triggers(patience)
         self.triggers.measures_progress = measures_progress
 
     def __call__(self, loss=None):
@@ -47,7 +46,7 @@ class Watch:
         return self.triggers.collect(loss, monitors, Ranks(None), torch.device("cpu"), 1)
 
     def state(self):
-        return copy.deepcopy([self.loss.threshold_state(), public(self.triggers)])
+        return copy.deepcopy(public(self.triggers))
 
 
 def test_threshold_of_the_loss():
@@ -110,10 +109,10 @@ def test_a_nonfinite_loss_updates_nothing(loss):
     watch = Watch(patience=2)
     for _ in range(30):
         watch(1.0)
-    state = watch.loss.threshold_state()
+    state = watch.triggers.loss
     signals = watch.collect(loss)
     assert (signals.is_nonfinite, signals.is_above) == (True, False)
-    assert watch.loss.threshold_state() == state
+    assert watch.triggers.loss == state
 
 
 class Monitor:
@@ -156,8 +155,7 @@ def test_a_loss_that_falls_on_changed_data_alone_measures_no_progress():
     watch = Watch(measures_progress=False)
     for i in range(60):
         watch(0.1 * i)
-    watch.triggers.former_limit = 6.0
-    watch.loss.reset_threshold()
+    watch.triggers.start_regime()
     for i in range(60):
         watch(6.0 * 0.97**i)
     assert not any(watch(1000.0)[1] for _ in range(10))
@@ -183,7 +181,7 @@ def test_losses_of_accepted_data_are_healthy_for_1000_iterations(peak, accepted)
     watch = Watch()
     for i in range(30):
         watch(1.0 + 0.01 * (i % 3))
-    limit = watch.loss.limit
+    limit = LossStatistics(*watch.triggers.loss).limit
     watch.triggers.former_limit = limit
     watch.triggers.accept([4.9, peak], iteration=1)
     edge = peak + (peak - limit) / 2.0
@@ -199,8 +197,7 @@ def test_state_continues():
     answers = []
     for i, loss in enumerate(losses):
         if i % 7 == 0:
-            (loss_state, state), resumed = resumed.state(), Watch()
-            resumed.loss.restore_threshold(loss_state)
+            state, resumed = resumed.state(), Watch()
             vars(resumed.triggers).update(state)
         answers.append(resumed(loss))
     assert answers == expected
