@@ -401,3 +401,20 @@ def test_the_gradient_that_a_fused_step_unscales(scale):
     handler = StepStatsHandler(model, optimizer)
     run_monitored(step, [(torch.randn(7, 3), torch.randn(7, 2))], handler)
     assert handler.metrics["step/gradient_norm"] == pytest.approx(grad_norm(model), rel=1e-6)
+
+
+@pytest.mark.parametrize(("scaled", "expected"), [(True, None), (False, math.inf)])
+def test_a_skipped_step_uses_no_gradient(scaled, expected):
+    """Only the device may know that an overflow has skipped a step; without a scaler a step uses what is not finite."""
+    model, seen = torch.nn.Linear(2, 5), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    trainer = Engine(make_step(model, optimizer, scaler=scaler))
+    handler = StepStatsHandler(model, optimizer)
+    handler.attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: seen.append(handler.metrics.get("step/gradient_norm"))
+    )
+    trainer.run([(torch.full((3, 2), size), torch.ones(3, 5)) for size in (1.0, 1e25)])
+    assert 0 < seen[0] < math.inf
+    assert seen[1] == expected
