@@ -217,8 +217,10 @@ class StepOwner:
             return True
         optimizer = requests.optimizer
         if requests.factors:
-            gradients = [gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None]
-            scale(gradients, _combined(torch.minimum, requests.factors))
+            gradients = {
+                id(gradient): gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None
+            }
+            scale([*gradients.values()], _combined(torch.minimum, requests.factors))
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
         if found_inf is not None:
             found_inf = move(found_inf.reshape(()), parameters_of(optimizer)[0].device)

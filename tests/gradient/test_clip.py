@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from ignite.engine import Engine
+from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, StaticThreshold, ThresholdRule
@@ -211,3 +213,23 @@ def test_every_kind_of_gradient_is_scaled_in_place(kind):
     scale([gradient], torch.tensor(0.25, dtype=torch.float64))
     assert gradient.dtype == before.dtype
     assert_same(gradient.to_dense(), before * 0.25)
+
+
+def test_a_gradient_that_two_parameters_share_is_scaled_once():
+    """As in code that keeps one buffer for both, into which both backwards accumulate."""
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Bilinear(3, 3, 2, bias=False) for _ in range(2))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.0)
+    buffer = torch.zeros(2, 3, 3)
+
+    def step(engine, batch):
+        buffer.zero_()
+        for layer in model:
+            layer.weight.grad = buffer
+        sum(layer(batch, batch).square().sum() for layer in model).backward()
+        optimizer.step()
+
+    engine = Engine(step)
+    GradMonitor(model, optimizer, on_spike="clip", threshold=StaticThreshold(0.3)).attach(engine)
+    engine.run([torch.ones(4, 3)])
+    assert 2**0.5 * float(buffer.norm()) == pytest.approx(0.3, rel=1e-6)
