@@ -69,7 +69,7 @@ class NonFiniteSource(NamedTuple):
         name: name of a module, ``_root_`` for the whole model; else empty.
         kind: ``"forward"``: the module's inputs are finite, its output is not. ``"backward"``: an operation of its
             forward turns a finite gradient into a non-finite one. ``"input"``: the model's inputs are not finite.
-            ``"loss"``: the model's output is finite, the loss is not.
+            ``"loss"``: the model's outputs are finite, the gradient that they receive is not.
         text: the same as a sentence.
     """
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _torch: Any = torch  # whose stubs lack private names
 try:
     backward_number: Callable[[], int] = _torch._C._current_graph_task_id
+    current_node: Callable[[], Any] = _torch._C._current_autograd_node  # of a backward, for its hooks
     queue_callback: Callable[[Callable[[], None]], None] = _torch.autograd.Variable._execution_engine.queue_callback
     is_functorch_wrapped: Callable[[Tensor], bool] = _torch._C._functorch.is_functorch_wrapped_tensor
     running_transform: Callable[[], Any] = _torch._C._functorch.peek_interpreter_stack

@@ -1,4 +1,4 @@
-"""Calls of a model since its last backward pass: inputs, RNG state, and the gradients that the outputs received."""
+"""Calls of a model since its last backward pass: inputs, RNG state, outputs, and the gradients that these received."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import (
     changes_gradients,
+    current_node,
     in_backward,
     is_compiled_in_place,
     is_compilers_wrapper,
@@ -33,13 +34,23 @@ MOST_CALLS = 64
 class ModelCall(NamedTuple):
     """One call of a model."""
 
+    number: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # of tensors among the arguments, nested ones too
     states: list[tuple[Any, Any]]  # generators of devices and of the model, and their states
     autocast: dict[str, tuple[torch.dtype, bool]]  # device type -> dtype, and whether it was enabled
-    received: dict[str, Sequence[Tensor]]  # place of an output -> extremes of the gradient that it received
-    hooked: set[str]  # places of outputs whose hooks may have changed what they received
+
+
+class UsedOutput(NamedTuple):
+    """An output of a call that received a gradient."""
+
+    call: int  # its number
+    place: str
+    sample: Tensor | None  # of its elements, as :func:`sample` returned it
+    is_hooked: bool  # whether its hooks may have changed the gradient
+    node: Any  # of the graph: the operation that computed it
+    gradient: Sequence[Tensor]  # extremes; none if they are not known
 
 
 class ModelCalls(ModuleHook):
@@ -50,6 +61,7 @@ class ModelCalls(ModuleHook):
     Attributes:
         device: the model's device; None to look it up at every call.
         calls: calls since the last backward pass but one ended; of more than :data:`MOST_CALLS`, the last ones.
+        used: :class:`UsedOutput` of those that have received a gradient since the last backward pass ended, as tuples.
     """
 
     def __init__(self, model: nn.Module, generators: Collection[Any]) -> None:
@@ -58,12 +70,14 @@ class ModelCalls(ModuleHook):
         self._called = next(filter(is_compilers_wrapper, wrappers), wrappers[-1])
         self._handles: list[Any] = []
         self._running: ModelCall | None = None
+        self._count = 0  # of all calls
         self._ended = False
         self.device: torch.device | None = None
         self._device: torch.device | None = None  # of the generators
         self._generators: list[Any] = []
         self._named = generators
-        self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
+        self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS)
+        self.used: list[tuple[Any, ...]] = []
 
     def __enter__(self) -> None:
         if not is_compiled_in_place(self._called):  # hooks would be compiled with it
@@ -78,14 +92,14 @@ class ModelCalls(ModuleHook):
         while self._handles:
             self._handles.pop().remove()
         self.calls.clear()
+        self.used.clear()
         self._running = None
         self._ended = False
 
     def backward_ended(self) -> None:
         """Forget the calls at the next one; until then another backward pass may use them."""
         self._ended = True
-        for call in self.calls:
-            call.received.clear()
+        self.used.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None, *output: Any) -> None:
         """Handle the start of a call, or the end of one, with its output."""
@@ -98,10 +112,9 @@ class ModelCalls(ModuleHook):
             if call is not None:
                 for place, tensor in [("", output[0])] if type(output[0]) is Tensor else tensors_in(output[0]):
                     if tensor.grad_fn is not None:  # the hook goes with the graph
-                        note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
+                        facts = call.number, place, sample(tensor), changes_gradients(tensor)
+                        note = functools.partial(_note_gradient, self.used, facts, tensor.output_nr)
                         tensor.grad_fn.register_prehook(note)
-                        if changes_gradients(tensor):
-                            call.hooked.add(place)
         elif torch.is_grad_enabled() and not in_backward() and not in_second_pass():
             self._running = self._note_call(args, kwargs)
 
@@ -116,7 +129,8 @@ class ModelCalls(ModuleHook):
         states = [(item, generator_state(item)) for item in generators]
         kinds = {item.device.type for item in generators if isinstance(item, torch.Generator)}
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, autocast, {}, set()))
+        self._count += 1
+        self.calls.append(ModelCall(self._count, args, kwargs, tensors, states, autocast))
         return self.calls[-1]
 
     def _find_generators(self) -> list[Any]:
@@ -134,8 +148,20 @@ class ModelCalls(ModuleHook):
         return self._generators
 
 
+def sample(output: Tensor) -> Tensor | None:
+    """Return a few hundred elements, evenly spaced; None without elements, or if the data are elsewhere."""
+    with unseen_by_functions(), unseen_by_dispatch():
+        output = output.detach()
+        if not (has_local_data(output) and output.numel()):
+            return None
+        most = int(512 ** (1 / max(output.ndim, 1)))  # along each dimension
+        for size in output.shape:
+            output = output[:: -(-size // most)].movedim(0, -1)
+        return output.clone()
+
+
 def _note_gradient(
-    received: dict[str, Sequence[Tensor]], place: str, index: int, gradients: tuple[Tensor | None, ...]
+    used: list[tuple[Any, ...]], facts: tuple[int, str, Any, bool], index: int, gradients: tuple[Tensor | None, ...]
 ) -> None:
     gradient = gradients[index]
     if gradient is not None:
@@ -143,4 +169,4 @@ def _note_gradient(
             gradient = gradient.detach()
             is_known = has_local_data(gradient) and gradient.numel()
             real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            received[place] = torch.aminmax(real) if is_known else ()
+            used.append((*facts, current_node(), torch.aminmax(real) if is_known else ()))

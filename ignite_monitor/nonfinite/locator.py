@@ -20,7 +20,7 @@ from ignite_monitor.model.isolation import capture_rng_state, generators_of, iso
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.tensors import tensors_in
-from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
+from ignite_monitor.nonfinite.calls import ModelCall, ModelCalls, UsedOutput, sample
 from ignite_monitor.reference.reference import detached_copy, forbid_calls_to, separate_copy
 
 
@@ -31,9 +31,10 @@ class NotLocatedError(Exception):
 class NonFiniteLocator:
     """Locate the source of the first of consecutive non-finite gradients.
 
-    A copy of the model is run with the inputs and the RNG state of the train step. If the outputs that received a
-    gradient are finite, the loss is the source if that gradient is not; otherwise a random gradient is back-propagated
-    through them.
+    A copy of the model is run with the inputs and the RNG state of the train step. Nothing is concluded unless it
+    returns the same outputs, to rounding, as a sample shows. Only outputs that received a gradient count. If they are
+    finite, the loss is the source if a gradient is not that came from outside of the model; otherwise random gradients,
+    as large as those received, are back-propagated through them.
 
     Attributes:
         calls: calls of the model since its last backward pass, a context around the train step.
@@ -59,7 +60,7 @@ class NonFiniteLocator:
             self.calls.backward_ended()
             return None
         try:
-            self.source = _locate(unwrapped(self._model), [*self.calls.calls], self._generators, is_overflow)
+            self.source = _locate(unwrapped(self._model), self.calls, self._generators, is_overflow)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.source = None
             name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
@@ -71,45 +72,50 @@ class NonFiniteLocator:
         return None if self.source is None else f"the gradient is not finite. {self.source.text}"
 
 
-def _locate(
-    root: nn.Module, calls: list[ModelCall], named: Collection[Any], is_overflow: bool
-) -> NonFiniteSource | None:
-    _check(root, calls, generators_of(root, named))
+def _locate(root: nn.Module, noted: ModelCalls, named: Collection[Any], is_overflow: bool) -> NonFiniteSource | None:
+    calls, used = [*noted.calls], [*map(UsedOutput._make, noted.used)]
+    _check(root, calls, used, generators_of(root, named))
     gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
+    is_loss = not all(_is_finite(extreme) for item in used for extreme in item.gradient)
+    has_hooks = any(map(changes_gradients, root.modules())) or any(item.is_hooked for item in used)
+    text = "It comes from the loss: the model's outputs are finite, and the gradient that they receive is not"
+    loss = NonFiniteSource("", "loss", text)
     model = separate_copy(root, named)
     trace = _Trace({module: name for name, module in named_modules(model)})
+    outputs: list[tuple[Any, UsedOutput]] = []
     with _isolated(root, model, [generator for generator, _ in calls[0].states]):
         with before_forward(trace.names, trace.enter, first=True), after_forward(trace.names, trace.leave):
             for call in calls:
                 _call_again(model, call)
-        used: list[Tensor] = []
-        for call, outputs in zip(calls, trace.outputs, strict=True):
-            if not call.received.keys() <= outputs.keys():
-                raise NotLocatedError("a copy of the model returns other outputs")
-            used += [outputs[place] for place in call.received]
-            if not all(_is_finite(item, may_mask=True) for item in used):
-                return _forward_source(trace, model, call, used)
+                same = [(trace.outputs.get(item.place), item) for item in used if item.call == call.number]
+                if not all(_reproduces(output, item.sample) for output, item in same):
+                    raise NotLocatedError("a copy of the model returns other outputs than the model in the train step")
+                if bad := [item.place for output, item in same if not _is_finite(output, may_mask=True)]:
+                    return _forward_source(trace, model, call, bad)
+                outputs += same
         if is_overflow:
             return None
-        if not all(map(_is_finite, used)):
+        if not all(_is_finite(output) for output, _ in outputs):
             raise NotLocatedError("outputs of the model hold -inf, as a mask does")
-        is_loss = not all(_is_finite(extreme) for call in calls for both in call.received.values() for extreme in both)
-        has_hooks = any(map(changes_gradients, root.modules())) or any(call.hooked & {*call.received} for call in calls)
-        if is_loss and not has_hooks:
-            text = "It comes from the loss: the model's outputs are finite, and the gradient that they receive is not"
-            return NonFiniteSource("", "loss", text)
-        operation = trace.backward(used)
-    reached = {name: item.grad for name, item, _ in named_parameters(model) if item.grad is not None}
-    if operation is not None and _non_finite(reached) & gradients:
+        # Other gradients may come from the backward of the model's later operations.
+        inner = _ancestors(node for item in used for node, _ in item.node.next_functions)
+        outer = [extreme for item in used if item.node not in inner for extreme in item.gradient]
+        if not has_hooks and not all(map(_is_finite, outer)):
+            return loss
+        operation = trace.backward(outputs)
+    reached = _non_finite({name: item.grad for name, item, _ in named_parameters(model) if item.grad is not None})
+    if operation is not None and reached and reached <= gradients:
         name = operation[0] or "_root_"
         text = f"It comes from the backward of {name}: {operation[1]} makes a non-finite gradient of a finite one"
         return NonFiniteSource(name, "backward", text)
+    if operation is None and is_loss and not has_hooks:
+        return loss
     if is_loss:
         raise NotLocatedError("hooks may have changed the gradient of the model's outputs")
     raise NotLocatedError("forward and backward of a copy of the model are finite on this rank")
 
 
-def _check(root: nn.Module, calls: list[ModelCall], generators: Iterable[Any]) -> None:
+def _check(root: nn.Module, calls: list[ModelCall], used: list[UsedOutput], generators: Iterable[Any]) -> None:
     ids = {*map(id, generators)}
     reasons = {
         "the model is sharded": any_dtensor(root.parameters()),
@@ -120,8 +126,8 @@ def _check(root: nn.Module, calls: list[ModelCall], generators: Iterable[Any]) -
             not ids <= {id(generator) for generator, _ in call.states} for call in calls
         ),
         "the model was not called as a whole, or is compiled in place": not calls,
-        "the model was called too often": len(calls) > MOST_CALLS,
-        "no output of the model's calls received a gradient": bool(calls) and not any(call.received for call in calls),
+        "no output of the model's calls received a gradient": bool(calls) and not used,
+        "the model was called too often": not {item.call for item in used} <= {call.number for call in calls},
         "the model's inputs have been changed in place": any(
             version(tensor) != before for call in calls for tensor, before in call.versions
         ),
@@ -145,31 +151,50 @@ def _is_transparent(value: Any) -> bool:
     return isinstance(value, (Tensor, Number, str, bytes, Enum, torch.dtype, torch.device, type, type(None)))
 
 
-def _forward_source(trace: _Trace, model: nn.Module, call: ModelCall, used: list[Tensor]) -> NonFiniteSource:
-    nodes = _ancestors(item for item in used if not _is_finite(item, may_mask=True))
-    source = next((module for module, made in trace.sources if not made.isdisjoint(nodes)), None)
-    if source is None:
+def _reproduces(output: Tensor | None, kept: Tensor | None) -> bool:
+    """Return True if an output equals one whose sample was kept, to rounding: compiled code may round differently."""
+    again = None if output is None else sample(output)
+    if again is None or kept is None or (again.shape, again.dtype) != (kept.shape, kept.dtype):
+        return False
+    size = float(kept.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(again, kept, rtol=0.0, atol=size * torch.finfo(kept.dtype).eps ** 0.5, equal_nan=True)
+
+
+def _forward_source(trace: _Trace, model: nn.Module, call: ModelCall, places: list[str]) -> NonFiniteSource:
+    """Return the source of the non-finite outputs at some places."""
+    nodes = _ancestors(trace.outputs[place].grad_fn for place in places)
+    sources = [(module, around) for module, around, made in trace.sources if not made.isdisjoint(nodes)]
+    if not sources:
         if _are_finite([tensor for tensor, _ in call.versions]):
             raise NotLocatedError("no module with finite inputs has a non-finite output that is used")
+        _call_again(model, call, is_repaired=True)
+        if not all(_is_finite(trace.outputs[place], may_mask=True) for place in places):
+            raise NotLocatedError(
+                "the model's inputs are not finite, and with zeros in their place its outputs are not"
+            )
         return NonFiniteSource("", "input", "The model's inputs are not finite")
+    source, around = sources[0]
     name = trace.names[source] or "_root_"
     text = f"It comes from the forward of {name}: its inputs are finite, and its output is not"
     parameters_of_module = set(source.parameters())
     parameters = _non_finite({name: item for name, item, _ in named_parameters(model) if item in parameters_of_module})
     if parameters:
-        text += f", nor is its parameter {min(parameters)}"
+        return NonFiniteSource(name, "forward", f"{text}, nor is its parameter {min(parameters)}")
+    if others := [trace.names[module] for module, _ in sources if module is not source and module not in around]:
+        text = "make non-finite outputs of finite inputs"
+        raise NotLocatedError(f"{name} and {others[0]} {text}, and which of them reach the model's output is not known")
     return NonFiniteSource(name, "forward", text)
 
 
-def _ancestors(tensors: Iterable[Tensor]) -> set[Any]:
-    """The operations that computed tensors."""
-    nodes, waiting = set(), [tensor.grad_fn for tensor in tensors]
+def _ancestors(nodes: Iterable[Any]) -> set[Any]:
+    """The operations that led to some, and these."""
+    known, waiting = set(), [*nodes]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
+        if node is not None and node not in known:
+            known.add(node)
             waiting += [following for following, _ in node.next_functions]
-    return nodes
+    return known
 
 
 @contextlib.contextmanager
@@ -190,13 +215,17 @@ def _isolated(root: nn.Module, model: nn.Module, generators: Iterable[Any]) -> I
             raise NotLocatedError("the model draws from Python's or NumPy's generators")
 
 
-def _call_again(model: nn.Module, call: ModelCall) -> None:
+def _call_again(model: nn.Module, call: ModelCall, is_repaired: bool = False) -> None:
+    """Call a copy of the model; if repaired, with zeros for the non-finite elements of its inputs."""
     for generator, state in call.states:
         set_generator_state(generator, state)
     with contextlib.ExitStack() as contexts:
         for kind, (dtype, enabled) in call.autocast.items():
             contexts.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         args, kwargs = detached_copy((call.args, call.kwargs))
+        for _, tensor in tensors_in((args, kwargs)) if is_repaired else ():
+            if tensor.is_floating_point() and has_local_data(tensor):
+                tensor.data = tensor.data.nan_to_num(0.0, 0.0, 0.0)
         model(*args, **kwargs)
 
 
@@ -216,9 +245,9 @@ class _Trace:
         self.names = names
         self._open: list[tuple[nn.Module, bool]] = []  # calls in progress, and whether their inputs are finite
         self._owners: dict[Any, str] = {}  # node of the graph -> name of a module
-        # Modules with finite inputs and a non-finite output, and the operations that made it, in the order of calls.
-        self.sources: list[tuple[nn.Module, set[Any]]] = []
-        self.outputs: list[dict[str, Tensor]] = []  # of each call of the model, the module that no other called
+        # Modules with finite inputs and a non-finite output, those that call them, and the operations that made it.
+        self.sources: list[tuple[nn.Module, set[nn.Module], set[Any]]] = []
+        self.outputs: dict[str, Tensor] = {}  # of the last call of the model, the module that no other called
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
@@ -233,11 +262,11 @@ class _Trace:
         self._claim(tensors.values(), self.names[module])
         if is_bad:
             bad = [item for item in tensors.values() if not _is_finite(item, may_mask=True)]
-            self.sources.append((module, {item.grad_fn for item in bad} - {None}))
+            self.sources.append((module, {other for other, _ in self._open}, {item.grad_fn for item in bad} - {None}))
         if not self._open:
-            self.outputs.append(tensors)
+            self.outputs = tensors
 
-    def backward(self, outputs: list[Tensor]) -> tuple[str, str] | None:
+    def backward(self, outputs: Iterable[tuple[Tensor, UsedOutput]]) -> tuple[str, str] | None:
         """Back-propagate random gradients; return module and name of the first operation that makes one non-finite."""
         operations: list[tuple[str, str]] = []
 
@@ -251,7 +280,8 @@ class _Trace:
 
         for node, module in self._owners.items():
             node.register_hook(hook_of(module, node.name()))
-        torch.autograd.backward(outputs, [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs])
+        gradients = [_random_gradient(output, *item.gradient) for output, item in outputs]
+        torch.autograd.backward([output for output, _ in outputs], gradients)
         return operations[0] if operations else None
 
     def _claim(self, tensors: Iterable[Tensor], name: str) -> None:
@@ -262,6 +292,14 @@ class _Trace:
             if node is not None and node not in self._owners:
                 self._owners[node] = name
                 waiting += [following for following, _ in node.next_functions]
+
+
+def _random_gradient(output: Tensor, *extremes: Tensor) -> Tensor:
+    """Return a random gradient of an output, between the extremes if they are known and finite."""
+    size = extremes[1] - extremes[0] if extremes else torch.tensor(torch.inf, device="cpu")
+    if not _is_finite(size):
+        return torch.randn_like(output)
+    return torch.rand_like(output).mul_(size).add_(extremes[0])
 
 
 def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:

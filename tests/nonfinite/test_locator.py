@@ -168,6 +168,17 @@ class Careless(nn.Module):
         return self.last(F.dropout(x, 0.5, self.training))
 
 
+class Normalized(nn.Module):
+    """Draws from torch's generator alone, and keeps no state but that of its normalization."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.norm(self.first(x)), 0.5, self.training))
+
+
 def vectors(count, width=4, classes=3):
     generator = torch.Generator().manual_seed(2)
     return [
@@ -299,6 +310,89 @@ def test_outputs_and_calls_that_the_loss_does_not_use_are_no_source():
     ]  # fmt: skip
 
 
+class Changing(nn.Module):
+    """Does something else in each of its calls, of which a copy makes the second."""
+
+    def __init__(self, *changes):
+        super().__init__()
+        self.body, self.head, self.changes = nn.Linear(4, 6), nn.Linear(6, 3), [*changes]
+
+    def forward(self, x):
+        return self.head(self.changes.pop(0)(self.body(x).tanh()))
+
+
+@pytest.mark.parametrize("second", [nan_in_output, torch.neg])
+def test_a_copy_that_does_something_else_shows_nothing(second, caplog):
+    result, _ = trained(make(Changing, nan_in_output, torch.clone), vectors(1))
+    assert result == [None]
+    model = make(Changing, torch.clone, second)
+    result, _ = trained(model, vectors(1), planting=lambda model: hook_on_gradient(model.body.bias).remove, at=1)
+    assert result == [None]
+    assert caplog.text.count("a copy of the model returns other outputs than the model in the train step") == 2
+
+
+@pytest.mark.parametrize(("second", "expected"), [(torch.clone, "head"), (torch.neg, None)])
+def test_a_sample_of_a_large_output_is_compared(second, expected):
+    """The element that is not finite is not in it."""
+    batch = torch.randn(999, 4, generator=torch.Generator().manual_seed(4)), torch.zeros(999, dtype=torch.long)
+    changes = iter([torch.clone, second])
+    model = make(Lambda, lambda self, x: self.head(x), head=nn.Linear(4, 3))
+    planting = planted_in("head", lambda output: nan_in_output(next(changes)(output)))
+    result, _ = trained(model, [batch], planting=planting, at=1)
+    assert [item and item.name for item in result] == [expected]
+
+
+@pytest.mark.parametrize("way", IN_BACKWARD)
+def test_what_the_model_makes_of_one_output_is_not_the_loss_of_another(way):
+    """In an autoencoder that returns its code too, and in a model that is called on its own output."""
+
+    def code(self, x):
+        z = self.encoder(x)
+        return self.decoder(self.inner(z)), z
+
+    layers = {"encoder": nn.Linear(4, 2), "inner": nn.Linear(2, 2), "decoder": nn.Linear(2, 4)}
+    cases = [
+        (code, lambda model, batch: sum(item.square().mean() for item in model(batch[0]))),
+        (lambda self, x: code(self, x)[0], lambda model, batch: model(model(batch[0])).square().mean()),
+    ]
+    for forward, loss in cases:
+        planting = planted_in("inner", IN_BACKWARD[way])
+        result, _ = trained(make(Lambda, forward, **layers), vectors(1), loss, planting=planting, at=1)
+        assert [(item.kind, item.name) for item in result] == [("backward", "inner")]
+
+
+def test_a_penalty_of_an_output_that_others_are_computed_from():
+    def loss(model, batch):
+        decoded, code = model(batch[0])
+        return decoded.square().mean() + (code * 0).abs().sqrt().sum()
+
+    layers = {"encoder": nn.Linear(4, 2), "decoder": nn.Linear(2, 4)}
+    model = make(Lambda, lambda self, x: (self.decoder(code := self.encoder(x)), code), **layers)
+    assert [item.kind for item in trained(model, vectors(1), loss)[0]] == ["loss"]
+
+
+def test_missing_values_that_the_model_replaces_are_no_source(caplog):
+    model = make(Lambda, lambda self, x: self.layer(x.nan_to_num(0.0)) / self.zero, layer=nn.Linear(4, 3), zero=0.0)
+    data = vectors(1)
+    data[0][0][:, 1] = math.nan
+    model.zero = torch.zeros(3)
+    assert trained(model, data)[0] == [None]
+    assert "with zeros in their place its outputs are not" in caplog.text
+
+
+def test_of_two_modules_none_is_named(caplog):
+    """The infinite values of the first are replaced."""
+    members = {"first": nn.Linear(4, 4), "last": nn.Linear(4, 3)}
+    model = make(Lambda, lambda self, x: self.last(self.first(x).nan_to_num(0.0)), **members)
+
+    def planting(model):
+        undo = plant(model.first, nan_in_output), plant(model.last, nan_in_output)
+        return lambda: [item() for item in undo]
+
+    assert trained(model, vectors(1), planting=planting, at=1)[0] == [None]
+    assert "first and last make non-finite outputs of finite inputs" in caplog.text
+
+
 @pytest.mark.parametrize("is_opaque", [False, True])
 def test_inputs_that_may_have_changed_are_not_run_again(is_opaque, caplog):
     """In place, in a dict, after the call; and in an object, in which no tensor is seen."""
@@ -308,9 +402,9 @@ def test_inputs_that_may_have_changed_are_not_run_again(is_opaque, caplog):
         logits = model(held)["logits"]
         if not is_opaque:
             held["x"].zero_()
-        return F.cross_entropy(logits, batch[1]) * math.nan
+        return F.cross_entropy(logits, batch[1])
 
-    result, _ = trained(make(Parts), vectors(1), loss)
+    result, _ = trained(make(Parts), vectors(1), loss, planting=fill("head.bias"), at=1)
     assert result == [None]
     assert ("inputs have been changed in place" in caplog.text) != is_opaque
     assert ("changes of the model's inputs can't be seen" in caplog.text) == is_opaque
@@ -398,7 +492,7 @@ def test_the_call_that_makes_it_is_inspected(which):
         return sum(loss_of(model, (batch[0] * factor + torch.randn(4), batch[1])) for factor in (1, 2, 3))
 
     outcomes = [
-        trained(make(Careless, ""), vectors(4), loss, monitored=item, planting=planting) for item in (False, True)
+        trained(make(Normalized), vectors(4), loss, monitored=item, planting=planting) for item in (False, True)
     ]
     assert [(item.kind, item.name) for item in outcomes[1][0]] == [("forward", "norm")]
     assert same(outcomes[0][1], outcomes[1][1])
@@ -411,7 +505,7 @@ def test_several_backwards_of_one_forward():
         first.backward(retain_graph=True)
         return first
 
-    result, _ = trained(make(Careless, ""), vectors(3), loss, planting=planted_in("norm", nan_in_output))
+    result, _ = trained(make(Normalized), vectors(3), loss, planting=planted_in("norm", nan_in_output))
     assert [(item.kind, item.name) for item in result] == [("forward", "norm")]
 
 
@@ -448,7 +542,7 @@ def test_a_row_is_inspected_once(caplog):
 
 def test_an_overflow_is_reported_only_where_forward_is_not_finite(caplog):
     def train_scaled(planting):
-        model = make(Careless, "")
+        model = make(Normalized)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
 
@@ -497,7 +591,7 @@ def test_a_device_whose_rng_state_is_not_kept_is_named():
 
 
 def test_a_loss_of_another_monitor_has_the_origin_too():
-    model = make(Careless, "")
+    model = make(Normalized)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     result = []
 
