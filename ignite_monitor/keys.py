@@ -95,8 +95,8 @@ STEP_STATS = Schema("step", "step", (
     Key("data_wait_share", "``data_wait_ms / (data_wait_ms + time_ms)``", when="if both are known"),
     Key("items_per_s", "items of the batch per second of ``time_ms``, on this rank", unit="1/s"),
     Key("parameter_norm", "l2 norm of all parameters after the train step", nonfinite="any"),
-    Key("gradient_norm", "l2 norm of the gradient that the optimizer's first step was given, inf if it is not finite; "
-        "not of DTensors", nonfinite="inf"),
+    Key("gradient_norm", "l2 norm of the gradient that the optimizer's first step was given; not of DTensors",
+        when="unless it is NaN", nonfinite="inf"),
     Key("batch_rms/{place}", "root mean square of a floating-point tensor of the batch, of its first 2**20 elements",
         nonfinite="any"),
     Key("lr/group_{i}", "learning rate of a parameter group in the optimizer's first step, or after the train step",

@@ -114,7 +114,7 @@ class ReferencePasses:
     def end_run(self) -> None:
         """Report if no train step of the run had a pass to compare."""
         if self._step_count and not self._has_compared and not self.incomplete:
-            text = "monitored iterations had a forward pass of the whole model in training mode"
+            text = "monitored iterations had a forward pass of the whole model in training mode, outside of torch.func"
             self._report("no_forward_pass", f"none of {self._step_count} {text}, so nothing is measured")
         self._step_count, self._has_compared = 0, False
 

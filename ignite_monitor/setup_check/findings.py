@@ -108,7 +108,7 @@ def _no_gradients(evidence: Evidence, report: Report) -> None:
 
 def _wrapper_bypassed(evidence: Evidence, report: Report) -> None:
     if evidence.stepped and evidence.calls and not any(evidence.calls):
-        text = "the module in DistributedDataParallel is called, without reducing gradients: call the wrapper"
+        text = "the module in DistributedDataParallel is called, the wrapper, which reduces gradients, is not: call it"
         report("wrapper_bypassed", text)
 
 

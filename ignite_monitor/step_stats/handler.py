@@ -138,7 +138,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if self._is_first(step) and step.made is not False and gradients and not any_dtensor(gradients):
             norm = total_norm(gradients)
             norm = norm if step.loss_scale is None else norm / move_like(step.loss_scale, norm)
-            norm = norm.nan_to_num(math.inf, math.inf)  # NaN, which is not reported, is that of a skipped step
+            # NaN, which is not reported, for a step that the device skips.
             self._values["gradient_norm"] = norm if step.made is True else torch.where(step.made, norm, math.nan)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
