@@ -81,9 +81,10 @@ def learning(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
         what = (
             f"Whether the loss falls was not judged: that takes {limits.LEARNING_POINTS} values of it, and there are "
         )
-        yield Finding(
-            "not_monitored", "note", f"{what}{len(loss.values)}.", advice='Return {"loss": loss} in each step.'
-        )
+        what += f"{len(loss.values)}{' in the last run' if run.restarts else ''}."
+        is_of_each_step = (np.diff(loss.iterations) == 1).any()
+        advice = "Train for longer." if is_of_each_step else 'Return {"loss": loss} in each step.'
+        yield Finding("not_monitored", "note", what, advice=advice)
         return
     begin, end, name = loss.head.median, loss.tail.median, loss.name
     values = {"first": begin, "last": end}

@@ -299,11 +299,15 @@ CASES = {
     "not_learning: it fell": (trained(), None, ""),
     "not_monitored: 99 values of the loss": (
         trained() | {"train/loss": series(falling()[:99])},
-        *("note", "Whether the loss falls was not judged: that takes 100 values of it, and there are 99."),
+        *("note", "that takes 100 values of it, and there are 99. Train for longer."),
+    ),
+    "not_monitored: a loss of one iteration in 20": (
+        trained() | {"train/loss": (np.arange(20, 301, 20), np.linspace(2, 1, 15))},
+        *("note", "and there are 15. Return"),
     ),
     "not_monitored: no loss": (
         {name: its for name, its in trained().items() if name != "train/loss"},
-        *("note", "and there are 0."),
+        *("note", "and there are 0. Return"),
     ),
     "overfitting: rises again": (
         trained(val__loss=(np.arange(20, 301, 20), np.abs(np.arange(15) - 5) * 0.1 + 1)),
