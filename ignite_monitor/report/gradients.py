@@ -146,7 +146,8 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     every = period(norm, at)
     where = [f"{iterations(at)}{every}"] if len(at) else []
     where += [f"{norms.missing} not in the file"] * bool(norms.missing)
-    what, names = f"{plural(total, 'gradient spike')} ({norm.name}): {'; '.join(where)}.", (norm.name,)
+    what = f"{plural(total, 'gradient spike')} ({norm.name}): {'; '.join(where)}."
+    names: tuple[str, ...] = (norm.name,)
     values: dict[str, Any] = {"count": total}
     if factor:
         worst = int(factors.argmax())
