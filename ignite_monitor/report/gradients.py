@@ -23,6 +23,7 @@ class Norms:
     threshold: Series
     spikes: Array  # iterations with a spike of the norm, non-finite ones included
     missing: int  # number of spikes in iterations that are not in the file
+    unpublished: int  # number of spikes in iterations that have published another norm
     outcomes: dict[int, str]  # iteration of a spike -> what became of its step, unless it was made
 
     def outcome(self, at: Array) -> tuple[str, bool]:
@@ -37,7 +38,7 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
     norm, flags, stepped, threshold = map(monitor.get, ("norm", "spike", "stepped", "threshold"))
     if not norm or not flags:
         return None
-    spikes, missing = _counted(flags, monitor.get("spike_count").finite)
+    spikes, missing, unpublished = _counted(flags, monitor.get("spike_count").finite)
     if stepped.values.any():  # of accumulated gradients only the last norm, spikes and overflows
         keep = ~np.isin(norm.iterations, stepped.iterations[stepped.values == 0]) | np.isin(norm.iterations, spikes)
         keep |= ~np.isfinite(norm.values) & ~np.isin(norm.iterations, flags.iterations[flags.values > 0])
@@ -48,20 +49,21 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
     for outcome in ("clipped", "skipped"):
         counts = monitor.get(f"{outcome}_count")
         outcomes |= dict.fromkeys(counts.iterations[np.diff(counts.values, prepend=0.0) > 0].tolist(), outcome)
-    return Norms(norm, threshold, spikes, missing, outcomes)
+    return Norms(norm, threshold, spikes, missing, unpublished, outcomes)
 
 
-def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
-    """Flagged iterations that the monitor's counter has kept, and the number that it counts beyond them."""
+def _counted(flags: Series, counts: Series) -> tuple[Array, int, int]:
+    """Flagged iterations that the monitor's counter has kept; how many it counts between and within iterations."""
     # A spike in a gradient that is still accumulated is retracted by the next detection: the counter falls by one, or
     # stays if that is a spike too. Any other fall is a counter that was reset.
     flagged = flags.values > 0
     if not counts:
-        return flags.iterations[flagged], 0
+        return flags.iterations[flagged], 0, 0
     rises = np.diff(counts.at(flags.iterations), prepend=0.0)
-    kept = flagged & ~np.append(rises[1:] == flagged[1:] - 1.0, False)
+    retracted = np.append(rises[1:] == flagged[1:] - 1.0, False)
     between = np.diff(flags.iterations, prepend=0) > 1  # where iterations precede that are not in the file
-    return flags.iterations[kept], int(np.maximum(rises - flagged, 0)[between].sum())
+    beyond = np.maximum(rises - flagged, 0)
+    return flags.iterations[flagged & ~retracted], *(int(beyond[at].sum()) for at in (between, ~between & ~retracted))
 
 
 def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -77,6 +79,12 @@ def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             last = stepped.iterations[stepped.values > 0][-1]
             norms.spikes = norms.spikes[norms.spikes <= last]  # later ones are of sums
         yield from _spikes(monitor, norms, run)
+        if norms.unpublished:
+            what = (
+                f"{plural(norms.unpublished, 'more gradient spike')} ({monitor.get('spike_count').name}): not the last "
+            )
+            what += "gradients of their iterations, whose norms are published."
+            yield Finding("spikes", "note", what, (monitor.get("spike_count").name,), advice="Inspect these batches.")
 
 
 def not_monitored(run: Run) -> Iterator[Finding]:
@@ -205,7 +213,7 @@ def period(series: Series, at: Array) -> str:
 def value_spikes(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Spikes of a SpikeMonitor's value."""
     flags, value = monitor.get("spike"), monitor.get("value")
-    at, _ = _counted(flags, monitor.get("spike_count").finite)
+    at, *_ = _counted(flags, monitor.get("spike_count").finite)
     if len(at):
         what = f"{plural(len(at), 'spike')} ({value.name}): {iterations(at)}{period(value, at)}."
         severity = "note" if len(at) <= limits.SPIKE_RATE * len(value.iterations) else "warning"

@@ -156,7 +156,7 @@ def _large_momentum(evidence: Evidence, report: Report) -> None:
 def _batch_repeats(evidence: Evidence, report: Report) -> None:
     batches = [batch for batch in evidence.batches if batch is not None]
     if len(batches) == COMPARED and all(torch.equal(batch, batches[0]) for batch in batches):
-        text = f"the first {COMPARED} batches are bitwise equal: check the data loader"
+        text = f"the first {COMPARED} batches are bitwise equal: check the data loader, unless each is all data"
         report("batch_repeats", text, "warning")
 
 

@@ -186,8 +186,8 @@ class SetupCheck(Monitor):
             for find in FINDINGS:
                 find(self._evidence, self._report)
             self._check_mode()
-            if not self.findings:
-                count = len(self._evidence.stepped)
+            count = len(self._evidence.stepped)
+            if not self.findings and count >= ITERATIONS:  # too little was seen in fewer
                 self.logger.info("%s: no problems found in %d iterations with a step", self._title, count)
             self.reset_run_state()
         return {}

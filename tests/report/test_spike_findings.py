@@ -55,6 +55,11 @@ SPIKES = {
         ["warning"],
         "iterations 50 and 150",
     ),
+    "in another step of the iteration": (
+        grad(calm_norms(), []) | {"grad/spike_count": series([0] * 59 + [1] * 60 + [3] * 81)},
+        ["note"],
+        "3 more gradient spikes (grad/spike_count): not the last gradients|Inspect these batches.|-on_spike=",
+    ),
     "retracted": (
         grad(with_spike([50, 90]), [50, 90], skipped=False)
         | {"grad/spike_count": series([0] * 49 + [1] + [0] * 39 + [1] * 111)},
@@ -64,7 +69,7 @@ SPIKES = {
     "retracted in an iteration that is in the file": (
         grad(with_spike([50, 51, 90]), [50, 51, 90], skipped=False)
         | {"grad/spike_count": series([0] * 49 + [1] * 40 + [3] * 111)},
-        ["warning"],
+        ["warning", "note"],
         "2 gradient spikes (grad/norm): iterations 51 and 90.|-not in the file",
     ),
     "of accumulated gradients": (

@@ -587,7 +587,8 @@ def test_the_check_waits_for_the_first_backward_and_step_for_100_iterations(firs
     )
     if not expected:
         lines = [record.message for record in caplog.records if record.name.endswith("SetupCheck")]
-        assert lines == [f"SetupCheck (setup): no problems found in {101 - first} iterations with a step"]
+        text = f"SetupCheck (setup): no problems found in {101 - first} iterations with a step"
+        assert lines == [text] * (101 - first >= 3)  # too little was seen in fewer
 
 
 def test_each_run_from_its_start_is_checked_and_a_resumed_one():
