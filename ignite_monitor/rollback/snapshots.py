@@ -138,7 +138,8 @@ def clone(state: Any, into: Any = None, *, on_host: bool = False) -> Any:
         target = targets.get(place)
         # Tensors that were two may be one by now.
         if target is not None and _fits(tensor, target) and written.setdefault(id(target), tensor) is tensor:
-            local(target).copy_(local(tensor))
+            with torch.inference_mode() if target.is_inference() else torch.no_grad():
+                local(target).copy_(local(tensor))
             copies[id(tensor)] = target
         elif id(tensor) not in copies:
             device = tensor.device if target is None else target.device
@@ -147,7 +148,7 @@ def clone(state: Any, into: Any = None, *, on_host: bool = False) -> Any:
 
 
 def _fits(tensor: Tensor, into: Tensor) -> bool:
-    if into.is_inference() or (into.shape, into.dtype, into.layout) != (tensor.shape, tensor.dtype, tensor.layout):
+    if (into.shape, into.dtype, into.layout) != (tensor.shape, tensor.dtype, tensor.layout):
         return False
     return into.is_sparse or (into.layout is torch.strided and 0 not in into.stride())  # 0: expanded
 
@@ -176,7 +177,11 @@ def _restore(obj: Any, state: Any) -> None:
     if isinstance(obj, nn.Module):
         current = _state_of(obj)
         for name, tensor in clone(state, current).items():
-            if tensor is not current.get(name, tensor):  # a buffer that was replaced
+            if tensor is current.get(name, tensor):
+                continue
+            if isinstance(current[name], nn.Parameter):  # such as an expanded one
+                current[name].data = tensor
+            else:  # a buffer that was replaced
                 path, _, leaf = name.rpartition(".")
                 setattr(obj.get_submodule(path), leaf, tensor)
     elif _is_plain(inner := _inner(obj)):  # in place, since load_state_dict() may change dtypes

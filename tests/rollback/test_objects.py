@@ -412,14 +412,30 @@ def test_buffers_are_restored_to_the_device_of_the_model(shape):
     assert (model.queue.device.type, model.queue.shape) == ("meta", (2, 3))
 
 
-def test_sparse_parameters_are_restored_too():
+def in_inference_mode(make):
+    with torch.inference_mode():
+        return make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tensor: nn.Parameter(tensor.to_sparse()),
+        lambda tensor: nn.Parameter(tensor[:, :1].expand(2, 2)),
+        lambda tensor: in_inference_mode(lambda: nn.Parameter(tensor.clone())),
+    ],
+    ids=["sparse", "expanded", "inference"],
+)
+def test_parameters_with_unusual_storage_are_restored_too(make):
     model = nn.Module()
-    model.values = nn.Parameter(torch.tensor([[0.0, 3.0], [5.0, 0.0]]).to_sparse())
-    training = TrainingState({"model": model})
+    model.values = values = make(torch.tensor([[0.0, 3.0], [5.0, 0.0]]))
+    training, expected = TrainingState({"model": model}), values.to_dense().tolist()
     kept = clone(training.state())
-    model.values.data = torch.full((2, 2), 8.0).to_sparse()
+    in_inference_mode(lambda: setattr(values, "data", make(torch.full((2, 2), 8.0)).data))
+    assert values.to_dense().tolist() == [[8.0, 8.0]] * 2
     training.restore(kept)
-    assert model.values.to_dense().tolist() == [[0.0, 3.0], [5.0, 0.0]]
+    assert model.values is values
+    assert values.to_dense().tolist() == expected
 
 
 def test_an_object_that_cannot_be_restored_is_refused():
