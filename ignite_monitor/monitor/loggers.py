@@ -1,4 +1,4 @@
-"""What a monitor's loggers get: values, and reports."""
+"""Writing of a monitor's values and reports to loggers."""
 
 from __future__ import annotations
 
