@@ -178,7 +178,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     elif every:
         kind = "periodic_spikes"
     elif not norms.missing and _are_single(norms, at, factors):
-        kind, what = "bad_batches", f"{what} The norms before and after it are usual."
+        kind, what = "bad_batches", f"{what} The norms before and after the largest are usual."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
     yield Finding(kind, severity, what, names, at, values, advice, onset)
 

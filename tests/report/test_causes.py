@@ -333,7 +333,7 @@ CASES = {
     "bad_batches: the next norm is as usual": (
         runs.grad(runs.with_spike([120]), [120]),
         "warning",
-        "The norms before and after it are usual",
+        "The norms before and after the largest are usual",
     ),
     "bad_batches: spikes in consecutive iterations, as after a change of the data": (
         runs.grad(runs.with_spike([*range(120, 128)]), range(120, 128)),
