@@ -132,7 +132,7 @@ class Monitored(Training):
         loss = functools.partial(loss_of_first_part, case)
         curvature = CurvatureHandler(of, optimizer, loss=loss)
         self.setup_check = SetupCheck(of, optimizer)
-        self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints")
+        self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints", n_saved=None)
         for monitor in (
             self.setup_check,
             GradMonitor(of, optimizer),
@@ -157,7 +157,8 @@ class Monitored(Training):
         if case.has_routers:
             RoutingHandler(of).attach(self.engine)
         curvature.attach(self.engine, Events.ITERATION_STARTED(once=CURVED))
-        evaluator = Engine(lambda *_: None)  # without monitors: spikes of so few losses do not count
+        # Without monitors: spikes of so few losses do not count. Its iteration is always 1, so all states are saved.
+        evaluator = Engine(lambda *_: None)
         evaluator.add_event_handler(Events.COMPLETED, self.checkpoint)
         self.engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: evaluator.run([0]))
         self.published: list[dict[str, float]] = []
